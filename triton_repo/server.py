@@ -1,0 +1,332 @@
+"""Starts, watches and ends a real tritonserver on a model repository."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import requests
+
+from plugins.support.errors import CapabilityError, InputError, UsageError
+from triton_repo.control import ENVIRONMENT_VARIABLE, request_drain
+from triton_repo.installation import find_installation
+
+SHARED_MEMORY = Path("/dev/shm")
+# The Python backend's default; one such region per model instance at start.
+SHARED_MEMORY_PER_INSTANCE = 1 << 20
+READY_POLL_S = 0.05
+# After the drain nothing runs any more, so a longer wait only hides a hang.
+SERVER_EXIT_TIMEOUT_S = 5
+LOG_TAIL_LINES = 15
+_PR_SET_PDEATHSIG = 1
+_LOAD_FAILURE = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
+
+Probe = Callable[["TritonServer"], None]
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Listening ports; 0 means: pick a free one."""
+
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+
+@dataclass
+class TritonServer:
+    """One running tritonserver; use `running()` or `start()` and `stop()`.
+
+    Attributes:
+        repository: the model repository directory.
+        host: address to listen on, e.g. "127.0.0.1" or "0.0.0.0".
+        ports: the ports; those given as 0 are replaced by the chosen ones at start.
+        log_file: where the server's output goes; None keeps it in the work directory.
+        grace_s: seconds that running requests get to finish after stop().
+    """
+
+    repository: Path
+    host: str = "127.0.0.1"
+    ports: Ports = field(default_factory=Ports)
+    log_file: Path | None = None
+    grace_s: float = 2.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    _process: subprocess.Popen[bytes] | None = None
+    _work: Path | None = None
+    _log: Path | None = None
+
+    @property
+    def client_host(self) -> str:
+        """The address a client on this machine uses."""
+        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+
+    @property
+    def http_url(self) -> str:
+        """`http://host:port` of the HTTP endpoint."""
+        return f"http://{self.client_host}:{self.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        """`host:port` of the gRPC endpoint, as tritonclient wants it."""
+        return f"{self.client_host}:{self.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        """URL of the metrics page."""
+        return f"http://{self.client_host}:{self.ports.metrics}/metrics"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running tritonserver."""
+        if self._process is None:
+            raise UsageError("the server is not running")
+        return self._process.pid
+
+    def log_text(self) -> str:
+        """Everything the server has logged so far."""
+        return "" if self._log is None else self._log.read_text(errors="replace")
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, ready_timeout_s: float = 120.0, probe: Probe | None = None) -> None:
+        """Start the server and wait until it answers.
+
+        `probe` sends a real request and raises when the answer is not right; readiness alone stays
+        true when a model's process has died. Raises CapabilityError (no server, too little shared
+        memory), UsageError (port in use), InputError (a model does not load or does not answer in
+        time).
+        """
+        if not self.repository.is_dir():
+            raise InputError("the model repository does not exist", where=str(self.repository))
+        installation = find_installation()
+        self.ports = _choose_ports(self.host, self.ports)
+        self._work = Path(tempfile.mkdtemp(prefix="build-engine-serve-"))
+        self._log = self.log_file or self._work / "server.log"
+        control = self._work / "control"
+        control.mkdir()
+        backends = installation.make_backend_directory(self._work / "backends")
+        command = [
+            str(installation.binary),
+            f"--model-repository={self.repository}",
+            f"--backend-directory={backends}",
+            f"--http-address={self.host}",
+            f"--grpc-address={self.host}",
+            f"--metrics-address={self.host}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-port={self.ports.metrics}",
+            # Auto-completion starts a throw-away process per model; generated configs are complete.
+            "--disable-auto-complete-config",
+            "--model-load-thread-count=8",
+            f"--exit-timeout-secs={SERVER_EXIT_TIMEOUT_S}",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix()}",
+            f"--backend-config=python,shm-default-byte-size={SHARED_MEMORY_PER_INSTANCE}",
+        ]
+        environment = installation.environment() | self.environment
+        environment[ENVIRONMENT_VARIABLE] = str(control)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Its own session: Ctrl-C reaches only the launcher, which drains first.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        try:
+            deadline = time.monotonic() + ready_timeout_s
+            self._wait_ready(deadline, ready_timeout_s)
+            if probe is not None:
+                probe(self)
+        except BaseException:
+            self.stop(drain=False)
+            raise
+
+    def stop(self, drain: bool = True) -> bool:
+        """End running generations, then the server; remove its shared memory and work directory.
+
+        Returns whether the server ended by itself with exit status 0.
+        """
+        process, work = self._process, self._work
+        if process is None or work is None:
+            return True
+        if drain and process.poll() is None:
+            request_drain(work / "control", self.grace_s, timeout_s=self.grace_s + 3.0)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            clean = process.wait(timeout=SERVER_EXIT_TIMEOUT_S + 5.0) == 0
+        except subprocess.TimeoutExpired:
+            clean = False
+        # Also ends stubs that a crashed server left behind: they share its session's group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for region in SHARED_MEMORY.glob(f"{self._shm_prefix()}*"):
+            region.unlink(missing_ok=True)
+        shutil.rmtree(work, ignore_errors=True)
+        self._process = self._work = None
+        return clean
+
+    def _shm_prefix(self) -> str:
+        # Several servers may share /dev/shm, each with regions of its own.
+        assert self._work is not None
+        return f"{self._work.name}_"
+
+    def _wait_ready(self, deadline: float, timeout_s: float) -> None:
+        with requests.Session() as session:
+            while time.monotonic() < deadline:
+                if not self.alive():
+                    raise self._start_failure()
+                with contextlib.suppress(requests.RequestException):
+                    answer = session.get(f"{self.http_url}/v2/health/ready", timeout=2.0)
+                    if answer.status_code == 200:
+                        return
+                time.sleep(READY_POLL_S)
+        raise InputError(
+            f"the server was not ready after {timeout_s:.0f} s",
+            where=str(self.repository),
+            found=_tail(self.log_text()),
+        )
+
+    def _start_failure(self) -> Exception:
+        text = self.log_text()
+        failures = dict(_LOAD_FAILURE.findall(text))
+        if failures:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failures.items()))
+            return InputError(
+                f"{len(failures)} model(s) did not load", where=str(self.repository), found=reasons
+            )
+        return InputError(
+            "the server ended while it was starting", where=str(self.repository), found=_tail(text)
+        )
+
+
+@contextmanager
+def running(
+    repository: Path,
+    *,
+    ports: Ports | None = None,
+    probe: Probe | None = None,
+    ready_timeout_s: float = 120.0,
+    log_file: Path | None = None,
+    environment: dict[str, str] | None = None,
+) -> Iterator[TritonServer]:
+    """A server for the length of a `with` block, on free ports of the loopback interface."""
+    server = TritonServer(
+        repository,
+        ports=ports or Ports(0, 0, 0),
+        log_file=log_file,
+        environment=environment or {},
+    )
+    server.start(ready_timeout_s, probe)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def serve(
+    repository: Path,
+    *,
+    host: str = "127.0.0.1",
+    ports: Ports | None = None,
+    probe: Probe | None = None,
+    log_file: Path | None = None,
+    ready_timeout_s: float = 300.0,
+    on_ready: Callable[[TritonServer], None] | None = None,
+    grace_s: float = 2.0,
+) -> None:
+    """Serve `repository` until SIGINT or SIGTERM, then drain and stop.
+
+    Must be called from the main thread. Raises what `TritonServer.start` raises, and InputError
+    when the server ends on its own.
+    """
+    server = TritonServer(repository, host, ports or Ports(), log_file, grace_s)
+    asked_to_stop = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if asked_to_stop.is_set() or not server.alive():
+            raise KeyboardInterrupt
+        asked_to_stop.set()
+
+    previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.start(ready_timeout_s, probe)
+        if on_ready is not None:
+            on_ready(server)
+        while not asked_to_stop.wait(0.5):
+            if not server.alive():
+                raise InputError("the server ended by itself", found=_tail(server.log_text()))
+    finally:
+        server.stop()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def check_shared_memory(instances: int) -> None:
+    """Raise CapabilityError when /dev/shm cannot hold the regions of `instances` instances."""
+    if not SHARED_MEMORY.is_dir():
+        raise CapabilityError("there is no /dev/shm, which Triton's Python models need")
+    needed = instances * SHARED_MEMORY_PER_INSTANCE
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < needed:
+        raise CapabilityError(
+            "too little shared memory for the model instances",
+            where=str(SHARED_MEMORY),
+            expected=f"{instances} instances x 1 MiB = {needed >> 20} MiB",
+            found=f"{free >> 20} MiB free",
+            fix="start the container with a larger --shm-size",
+        )
+
+
+def _choose_ports(host: str, ports: Ports) -> Ports:
+    """Replace zeros by free ports; raise UsageError for a port that is taken."""
+    chosen = []
+    with contextlib.ExitStack() as stack:
+        for name, port in (("http", ports.http), ("grpc", ports.grpc), ("metrics", ports.metrics)):
+            probe = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise UsageError(
+                    f"the {name} port cannot be used",
+                    where=f"{host}:{port}",
+                    found=error.strerror or str(error),
+                    fix=f"choose another with --{name}-port, or 0 for any free one",
+                ) from error
+            chosen.append(probe.getsockname()[1])
+    return Ports(*chosen)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    # A launcher that is killed must not leave a server behind on its ports.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _tail(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n" + "\n".join(lines[-LOG_TAIL_LINES:])
