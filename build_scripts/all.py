@@ -1,0 +1,43 @@
+"""`build-engine all`: the whole chain from a Hugging Face checkpoint to a model repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from build_scripts import options
+
+
+def command(
+    hf_dir: options.HfDir,
+    out_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT_DIR",
+            help="Gets checkpoint/, engine/ and model_repository/; must not hold them yet.",
+        ),
+    ],
+    dtype: options.DtypeOption = None,
+    max_batch_size: options.MaxBatchSize = 8,
+    max_seq_len: options.MaxSeqLen = None,
+    max_input_len: options.MaxInputLen = None,
+    max_draft_len: options.MaxDraftLen = 0,
+    chunk_size: options.ChunkSize = 512,
+    flavor: options.FlavorOption = options.Flavor.auto,
+    target: options.Target = None,
+    weights: options.WeightsOption = options.Weights.auto,
+    tokenizer: options.TokenizerDir = None,
+    json: options.Json = False,
+) -> int:
+    """Convert, build, verify and write the model repository.
+
+    Stops at the first step that fails; what earlier steps finished stays. The repository is
+    written only for an engine that passed verification.
+
+    [bold]Examples[/bold]
+
+      build-engine all Qwen3.8-Flash-Next served
+      build-engine all Qwen3.8-Flash-Next served --dtype float32 --max-seq-len 4096
+    """

@@ -1,0 +1,218 @@
+"""Tells the four artefacts of the chain apart and describes each from its configs and headers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from build_scripts import output
+from plugins.support.errors import InputError
+from runtime import contract
+from runtime.identity import StoredTensor, read_header
+
+REPOSITORY_MODELS = ("tensorrt_llm", "ensemble")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under column names."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `inspect` says: the kind of artefact, plain facts, and tables."""
+
+    kind: str
+    path: Path
+    facts: dict[str, Any]
+    tables: list[Table] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain JSON values; a table is a list of objects."""
+        tables = {
+            table.title: [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            for table in self.tables
+        }
+        return {"kind": self.kind, "path": str(self.path), **self.facts, "tables": tables}
+
+    def print(self) -> None:
+        """For people, on standard output."""
+        facts = [(key, _plain(value)) for key, value in self.facts.items()]
+        output.table(f"{self.path}: {self.kind}", ("fact", "value"), facts)
+        for table in self.tables:
+            output.table(table.title, table.columns, table.rows)
+
+
+def describe(path: Path) -> Description:
+    """Describe the artefact in directory `path`. Raises InputError when it is none of the four."""
+    if not path.is_dir():
+        raise InputError("no such directory", where=str(path))
+    if any((path / model / "config.pbtxt").is_file() for model in REPOSITORY_MODELS):
+        return _repository(path)
+    raw = _config(path)
+    if "engines" in raw and "build_config" in raw:
+        return _engine(path)
+    if "producer" in raw and "architecture" in raw:
+        return _checkpoint(path, raw)
+    if "model_type" in raw:
+        return _hugging_face(path, raw)
+    raise InputError(
+        "not an artefact of the chain",
+        where=str(path / contract.CONFIG_FILE),
+        expected="a Hugging Face checkpoint, or the output of convert, build or repo",
+        found="keys " + ", ".join(list(raw)[:8]),
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    file = path / contract.CONFIG_FILE
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise InputError(
+            "not an artefact of the chain",
+            where=str(path),
+            expected=f"{contract.CONFIG_FILE}, or a Triton model repository",
+            found=", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty directory",
+        ) from None
+    except ValueError as error:
+        raise InputError("not readable JSON", where=str(file), found=str(error)) from error
+    return raw if isinstance(raw, dict) else {}
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or "none"
+    return str(value)
+
+
+def _pattern(name: str) -> str:
+    """Tensor name with every number replaced, so that equal tensors of layers fall together."""
+    return re.sub(r"(?<=[._])\d+(?=\.)", "*", name)
+
+
+def _tensor_table(tensors: Mapping[str, StoredTensor]) -> Table:
+    groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for name, tensor in tensors.items():
+        key = (_pattern(name), tensor.dtype, tensor.shape)
+        groups.setdefault(key, []).append(tensor.end - tensor.begin)
+    rows = [
+        (pattern, dtype, " x ".join(map(str, shape)), len(sizes), output.size(sum(sizes)))
+        for (pattern, dtype, shape), sizes in sorted(groups.items())
+    ]
+    return Table("Tensors", ("name", "dtype", "shape", "count", "bytes"), rows)
+
+
+def _tensor_facts(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    dtypes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        dtypes[tensor.dtype] += prod(tensor.shape)
+    return {
+        "tensors": len(tensors),
+        "weight_bytes": sum(t.end - t.begin for t in tensors.values()),
+        "elements": dict(dtypes.most_common()),
+    }
+
+
+def _tokenizer(path: Path) -> list[str]:
+    wanted = ("tokenizer*", "chat_template*", "generation_config.json", "vocab.json", "merges.txt")
+    return sorted({p.name for pattern in wanted for p in path.glob(pattern) if p.is_file()})
+
+
+def _hugging_face(path: Path, raw: Mapping[str, Any]) -> Description:
+    from converters.registry import FAMILIES
+
+    tensors: dict[str, StoredTensor] = {}
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        tensors |= read_header(file)
+    family = FAMILIES.get(str(raw["model_type"]))
+    facts = {
+        "model_type": raw["model_type"],
+        "architectures": raw.get("architectures", []),
+        "family": family.name if family else "not supported",
+        "files": len(files),
+        **_tensor_facts(tensors),
+        "tokenizer": _tokenizer(path),
+    }
+    return Description("Hugging Face checkpoint", path, facts, [_tensor_table(tensors)])
+
+
+def _checkpoint(path: Path, raw: Mapping[str, Any]) -> Description:
+    tensors = read_header(path / contract.weights_file())
+    shown = (
+        "producer",
+        "architecture",
+        "dtype",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "max_position_embeddings",
+        "mapping",
+        "quantization",
+        "eos_token_id",
+    )
+    facts = {key: raw[key] for key in shown if key in raw}
+    facts |= _tensor_facts(tensors) | {"tokenizer": _tokenizer(path / contract.TOKENIZER_DIR)}
+    return Description("TensorRT-LLM checkpoint", path, facts, [_tensor_table(tensors)])
+
+
+def _engine(path: Path) -> Description:
+    config = contract.read_config(path)
+    facts = {
+        "producer": config.producer,
+        "flavor": f"{config.flavor} {config.tensorrt_version}",
+        "targets": [f"{t // 10}.{t % 10}" for t in config.targets],
+        "plugins": [plugin.name for plugin in config.plugins],
+        "architecture": config.pretrained_config["architecture"],
+        "dtype": config.pretrained_config["dtype"],
+        "limits": config.build_config.model_dump(),
+        "chunk_size": config.chunk_tokens,
+        "weights": f"{config.weights.mode}: {config.weights.file}",
+        "weight_bytes": config.weights.identity.bytes,
+        "host_inputs": [f"{host.name} from {host.table}" for host in config.host_inputs],
+        "tokenizer": _tokenizer(path / contract.TOKENIZER_DIR),
+    }
+    engines = [
+        (phase, entry.file, output.size(entry.file_bytes), entry.fingerprint[:12])
+        for phase, entry in config.engines.items()
+    ]
+    inputs = [
+        (phase, tensor.name, tensor.kind, tensor.dtype, " x ".join(map(str, tensor.shape)))
+        for phase, entry in config.engines.items()
+        for tensor in entry.inputs
+        if tensor.kind != "weight"
+    ]
+    columns, *rows = config.cache_plan.rows()
+    tables = [
+        Table("Engines", ("phase", "file", "bytes", "fingerprint"), engines),
+        Table("Inputs", ("phase", "name", "kind", "dtype", "shape"), inputs),
+        Table("Cache plan", columns, list(rows)),
+    ]
+    return Description("engine directory", path, facts, tables)
+
+
+def _repository(path: Path) -> Description:
+    models = []
+    for config in sorted(path.glob("*/config.pbtxt")):
+        text = config.read_text()
+        engine = re.search(r'platform:\s*"(\w+)"|backend:\s*"(\w+)"', text)
+        backend = next(filter(None, engine.groups()), "?") if engine else "?"
+        batch = re.search(r"max_batch_size:\s*(\d+)", text)
+        decoupled = re.search(r"decoupled:\s*true", text, re.IGNORECASE) is not None
+        models.append((config.parent.name, backend, batch[1] if batch else "0", str(decoupled)))
+    facts = {"models": [row[0] for row in models]}
+    table = Table("Models", ("model", "backend", "max_batch_size", "decoupled"), models)
+    return Description("Triton model repository", path, facts, [table])

@@ -1,0 +1,30 @@
+"""`build-engine convert`: Hugging Face checkpoint to TensorRT-LLM checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from build_scripts import options
+
+
+def command(
+    hf_dir: options.HfDir,
+    ckpt_dir: Annotated[
+        Path, typer.Argument(metavar="CKPT_DIR", help="Directory to create; must not exist.")
+    ],
+    dtype: options.DtypeOption = None,
+    json: options.Json = False,
+) -> None:
+    """Convert a Hugging Face checkpoint into a TensorRT-LLM checkpoint.
+
+    Reads configs and headers first and refuses what it cannot convert before a single weight is
+    read; then streams the weights, so that memory does not grow with the checkpoint.
+
+    [bold]Examples[/bold]
+
+      build-engine convert Qwen3.8-Flash-Next checkpoint
+      build-engine convert Qwen3.8-Flash-Next checkpoint --dtype float32
+    """

@@ -1,0 +1,120 @@
+"""Arguments and options that several verbs share, so that they read the same everywhere."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Dtype(StrEnum):
+    """Element type of a converted checkpoint."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class Flavor(StrEnum):
+    """Which TensorRT builds the engines."""
+
+    auto = "auto"
+    tensorrt = "tensorrt"
+    tensorrt_rtx = "tensorrt_rtx"
+
+
+class Weights(StrEnum):
+    """Where an engine finds its weights."""
+
+    auto = "auto"
+    inputs = "inputs"
+    embedded = "embedded"
+
+
+class ExecutorChoice(StrEnum):
+    """What executes an engine directory."""
+
+    auto = "auto"
+    interpreter = "interpreter"
+    tensorrt = "tensorrt"
+
+
+HfDir = Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint directory.")]
+EngineDir = Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="Output of `build`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option("--dtype", help="Element type; default: the checkpoint's own.")
+]
+MaxBatchSize = Annotated[
+    int, typer.Option("--max-batch-size", min=1, help="Sequences served at the same time.")
+]
+MaxSeqLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-seq-len",
+        min=1,
+        help="Prompt plus output of one sequence, in tokens; default: the model's own maximum.",
+    ),
+]
+MaxInputLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-input-len", min=1, help="Longest prompt, in tokens; default: --max-seq-len less 1."
+    ),
+]
+FlavorOption = Annotated[
+    Flavor,
+    typer.Option("--flavor", help="auto: tensorrt where it is installed, otherwise tensorrt_rtx."),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="CC,CC,…",
+        help="Compute capabilities the engines must run on, such as 8.0,8.6,8.9,12.0.",
+    ),
+]
+WeightsOption = Annotated[
+    Weights,
+    typer.Option(
+        "--weights",
+        help="inputs: bound at load from the weights file; embedded: inside the engine file; "
+        "auto: large tensors inputs, small ones embedded.",
+    ),
+]
+Executor = Annotated[
+    ExecutorChoice,
+    typer.Option("--executor", help="auto: TensorRT where a usable GPU is, else interpreter."),
+]
+Device = Annotated[
+    str, typer.Option("--device", help="auto, cpu or cuda[:N]: where the executor works.")
+]
+TokenizerDir = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="DIR", help="Tokenizer files, if the engine has none."),
+]
+MaxDraftLen = Annotated[
+    int,
+    typer.Option(
+        "--max-draft-len",
+        min=0,
+        help="Draft tokens per generation step; the generation engine takes 1 + this many.",
+    ),
+]
+ChunkSize = Annotated[
+    int,
+    typer.Option(
+        "--chunk-size",
+        min=64,
+        help="Tokens of one sequence per call of the context engine; a multiple of 64.",
+    ),
+]
+
+
+def targets(text: str | None) -> tuple[str, ...] | None:
+    """Split "8.0,8.9" at its commas; None (build for the flavor's defaults) stays None."""
+    if text is None:
+        return None
+    return tuple(item.strip() for item in text.split(",") if item.strip())

@@ -1,0 +1,77 @@
+"""`build-engine run`: generate with an engine directory, without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from build_scripts import options, output
+
+
+def command(
+    engine_dir: options.EngineDir,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Prompt text.")] = None,
+    ids: Annotated[
+        str | None, typer.Option("--ids", metavar="1,2,3", help="Prompt as token ids.")
+    ] = None,
+    ids_file: Annotated[
+        Path | None,
+        typer.Option("--ids-file", metavar="FILE", help="Token ids: commas, blanks or lines."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=0, help="Most tokens to generate.")
+    ] = 32,
+    logits: Annotated[
+        Path | None,
+        typer.Option(
+            "--logits",
+            metavar="OUT.npy",
+            help="Write the prompt's logits, float32 \\[prompt_tokens, vocab].",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 is greedy.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option("--top-k", min=0, help="Sample among the k best; 0: all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample among this much mass.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampler.")] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
+    ] = False,
+    tokenizer: options.TokenizerDir = None,
+    executor: options.Executor = options.ExecutorChoice.auto,
+    device: options.Device = "auto",
+    json: options.Json = False,
+) -> None:
+    """Generate from one prompt; text appears as it is made.
+
+    Give exactly one of --prompt, --ids and --ids-file. Without tokenizer files the output is ids.
+
+    [bold]Examples[/bold]
+
+      build-engine run engine --prompt "Once upon a time" --max-new-tokens 32
+      build-engine run engine --ids 1,2,3 --max-new-tokens 8 --json
+      build-engine run engine --ids-file prompt.txt --max-new-tokens 0 --logits logits.npy
+      build-engine run engine --prompt "Hello" --temperature 0.8 --top-p 0.9 --seed 7
+    """
+    from build_scripts import generation
+
+    with output.reserved_stdout(json):
+        result = generation.run(
+            engine_dir,
+            generation.Prompt(text=prompt, ids=ids, ids_file=ids_file),
+            generation.Sampling(max_new_tokens, temperature, top_k, top_p, seed, ignore_eos),
+            logits_path=logits,
+            tokenizer_dir=tokenizer,
+            executor=executor.value,
+            device=device,
+            stream=not json,
+        )
+    if json:
+        output.emit_json(result)

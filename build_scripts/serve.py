@@ -1,0 +1,68 @@
+"""`build-engine serve`: run tritonserver on a model repository until Ctrl-C."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from build_scripts import options, output
+
+HttpPort = Annotated[
+    int, typer.Option("--http-port", min=0, max=65535, help="HTTP: /v2, generate, generate_stream.")
+]
+GrpcPort = Annotated[
+    int, typer.Option("--grpc-port", min=0, max=65535, help="gRPC: infer and streams.")
+]
+MetricsPort = Annotated[
+    int, typer.Option("--metrics-port", min=0, max=65535, help="Prometheus metrics.")
+]
+
+
+def command(
+    repo_dir: Annotated[Path, typer.Argument(metavar="REPO_DIR", help="Output of `repo`.")],
+    http_port: HttpPort = 8000,
+    grpc_port: GrpcPort = 8001,
+    metrics_port: MetricsPort = 8002,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    log_file: Annotated[
+        Path | None, typer.Option("--log-file", help="Where the server's own log goes.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Serve a model repository with a real tritonserver; Ctrl-C stops it cleanly.
+
+    A port given as 0 is replaced by a free one. With --json the object (addresses, process id) is
+    printed as soon as the server answers.
+
+    [bold]Examples[/bold]
+
+      build-engine serve model_repository
+      build-engine serve model_repository --http-port 0 --grpc-port 0 --metrics-port 0
+    """
+    from triton_repo import server
+
+    def ready(running: server.TritonServer) -> None:
+        addresses = {
+            "http": running.http_url,
+            "grpc": running.grpc_url,
+            "metrics": running.metrics_url,
+            "pid": running.pid,
+        }
+        if json:
+            output.emit_json(addresses)
+            return
+        for name, address in addresses.items():
+            output.say(f"{name + ':':<9}{address}")
+        output.say("ready; Ctrl-C stops the server")
+
+    output.say(f"starting tritonserver on {repo_dir}")
+    server.serve(
+        repo_dir,
+        host=host,
+        ports=server.Ports(http_port, grpc_port, metrics_port),
+        log_file=log_file,
+        on_ready=ready,
+    )
+    output.say("stopped")

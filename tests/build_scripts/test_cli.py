@@ -1,0 +1,187 @@
+"""The command line itself: help, usage errors, exit codes, JSON, and the missing traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from build_scripts import cli, output
+from plugins.support import errors
+
+Raise = Callable[[Exception], None]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Raise:
+    """Make `doctor` raise the given exception."""
+
+    def arrange(error: Exception) -> None:
+        def survey() -> None:
+            raise error
+
+        monkeypatch.setattr("build_scripts.machine.survey", survey)
+
+    return arrange
+
+
+def test_help_loads_no_heavy_library() -> None:
+    heavy = ("torch", "transformers", "tensorrt_rtx", "pydantic", "numpy", "safetensors")
+    code = (
+        "import sys; from build_scripts import cli; code = cli.execute(['--help']);"
+        f"sys.exit(code or any(name in sys.modules for name in {heavy!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for verb in cli.NAMES:
+        assert verb in done.stdout
+
+
+@pytest.mark.parametrize("verb", cli.NAMES)
+def test_help_of_every_verb_teaches_by_example(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.execute([verb, "--help"]) == errors.EXIT_OK
+    text = capsys.readouterr().out
+    assert "Examples" in text
+    assert f"build-engine {verb}" in text.split("Examples")[1]
+    assert "--json" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["build", "only-one-directory"],
+        ["build", "a", "b", "--max-batch-size", "0"],
+        ["build", "a", "b", "--max-batch-size", "many"],
+        ["build", "a", "b", "--flavor", "cuda"],
+        ["convert", "a", "b", "--dtype", "int4"],
+        ["run", "a", "--no-such-option"],
+        ["verify", "a"],
+    ],
+)
+def test_usage_errors_end_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(arguments) == errors.EXIT_USAGE
+    text = capsys.readouterr()
+    assert text.err.startswith("error: ")
+    assert "--help" in text.err
+    assert text.out == ""
+
+    assert cli.execute([*arguments, "--json"]) == errors.EXIT_USAGE
+    problem = json.loads(capsys.readouterr().out)["error"]
+    assert problem["exit_code"] == errors.EXIT_USAGE
+    assert problem["what"] in text.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.UsageError, 2),
+        (errors.InputError, 3),
+        (errors.BuildError, 3),
+        (errors.CapabilityError, 4),
+        (errors.VerificationError, 5),
+    ],
+)
+def test_every_kind_of_error_has_its_exit_code(
+    kind: type[errors.ToolchainError],
+    code: int,
+    failing: Raise,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failing(kind("it does not fit", where="tensor x", expected="a", found="b", fix="cut it"))
+    assert cli.execute(["doctor"]) == code
+    text = capsys.readouterr().err
+    for part in ("error: it does not fit", "tensor x", "a", "b", "cut it"):
+        assert part in text
+    assert "Traceback" not in text
+
+    assert cli.execute(["doctor", "--json"]) == code
+    problem = json.loads(capsys.readouterr().out)["error"]
+    assert problem == {
+        "kind": kind.__name__,
+        "what": "it does not fit",
+        "where": "tensor x",
+        "expected": "a",
+        "found": "b",
+        "fix": "cut it",
+        "exit_code": code,
+    }
+
+
+def test_an_unexpected_error_is_one_message_and_the_trace_is_on_request(
+    failing: Raise, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(ZeroDivisionError("by zero"))
+    assert cli.execute(["doctor"]) == cli.EXIT_UNEXPECTED
+    text = capsys.readouterr().err
+    assert "unexpected ZeroDivisionError: by zero" in text
+    assert cli.TRACEBACK_VARIABLE in text
+    assert "Traceback" not in text
+
+    monkeypatch.setenv(cli.TRACEBACK_VARIABLE, "1")
+    assert cli.execute(["doctor"]) == cli.EXIT_UNEXPECTED
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt_and_full_disk_are_no_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: Raise
+) -> None:
+    failing(OSError(28, "No space left on device", "/somewhere/rank0.safetensors"))
+    assert cli.execute(["doctor"]) == errors.EXIT_BAD_INPUT
+    text = capsys.readouterr().err
+    assert "No space left on device" in text
+    assert "/somewhere/rank0.safetensors" in text
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("build_scripts.machine.survey", interrupted)
+    assert cli.execute(["doctor"]) == cli.EXIT_INTERRUPTED
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_stray_prints_do_not_reach_json_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.reserved_stdout(as_json=True):
+        print("chatter of a library")
+    output.emit_json({"a": 1})
+    text = capsys.readouterr()
+    assert json.loads(text.out) == {"a": 1}
+    assert "chatter" in text.err
+
+
+def test_tables_keep_brackets_and_align_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("T", ("name", "n"), [("pip install 'x[rtx]'", 1), ("y", 1000)])
+    lines = capsys.readouterr().out.splitlines()
+    assert any("x[rtx]" in line for line in lines)
+    assert any("│    1 │" in line for line in lines)
+
+
+def test_doctor_reports_every_dependency(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["doctor", "--json"]) == errors.EXIT_OK
+    found = json.loads(capsys.readouterr().out)
+    states = {d["name"]: d["state"] for d in found["dependencies"]}
+    assert states["torch"] == "ok"
+    assert found["complete"]
+    assert set(found["verbs"]) == {"convert", "build", "verify", "run", "repo", "serve"}
+
+
+def test_doctor_fails_when_a_required_package_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from build_scripts import machine
+
+    broken = machine.Package("numpy", "numpy.no_such_module", "every verb")
+    absent = machine.Package("no-such-distribution", "no_such", "nothing", "rtx")
+    monkeypatch.setattr(machine, "PACKAGES", (broken, absent))
+    assert cli.execute(["doctor", "--json"]) == errors.EXIT_MISSING_CAPABILITY
+    found = json.loads(capsys.readouterr().out)["dependencies"]
+    assert found[0]["state"].startswith("broken: ")
+    assert (
+        found[1] | {"state": "missing", "install": "pip install 'trtllm-toolchain[rtx]'"}
+        == (found[1])
+    )
