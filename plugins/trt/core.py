@@ -1,0 +1,513 @@
+"""The checked core of the network facade: names, scopes, inputs, outputs, constants, weights.
+
+The TensorRT API reports misuse in its log and hands out objects that only fail at build time, or
+never. Every method here therefore ends in `_done`, which turns a logged error, a missing layer or
+an unusable shape into a BuildError at the line that caused it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from plugins.support.dtypes import BY_TORCH
+from plugins.support.errors import BuildError, CapabilityError
+from plugins.trt.backend import Backend
+from plugins.trt.capability import Capability
+from plugins.trt.messages import translate
+from plugins.trt.types import FLOAT4, Tensor, from_trt, to_trt
+from plugins.trt.weights import TensorSource, WeightPolicy, WeightSource
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of the network.
+
+    Attributes:
+        array: the values; four-bit types as packed uint8.
+        dtype: project name of the element type.
+        shape: logical shape.
+        weight: name of the checkpoint tensor it is, None for a literal.
+    """
+
+    array: torch.Tensor
+    dtype: str
+    shape: Shape
+    weight: str | None = None
+
+
+@dataclass(frozen=True)
+class RecordedPlugin:
+    """A plugin call noted for the interpreter, see `Network.record_plugins`.
+
+    Attributes:
+        op: name of the operation, "namespace::name".
+        scope: scope it was added in.
+        inputs: the input tensors.
+        outputs: the stand-in network inputs that hold its results.
+        attributes: the operation's attributes.
+    """
+
+    op: str
+    scope: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    attributes: dict[str, Any]
+
+
+class NetworkCore:
+    """State and checks shared by the layer mixins; use `plugins.trt.network.Network`.
+
+    Args:
+        backend: the TensorRT module.
+        capability: what may be used; default: the backend's for its default targets.
+        source: the checkpoint's tensors; None: the network uses no weights.
+        policy: which weights become inputs.
+        record_plugins: represent plugin layers by stand-in network inputs, so that the
+            interpreter can run a network whose plugins this flavour cannot build.
+
+    Attributes:
+        raw: the INetworkDefinition, for the builder and the tracer.
+        logger: the recording logger.
+        constants: constant tensor name -> Constant.
+        weight_inputs: names of network inputs that are checkpoint tensors, in order.
+        taps: verification name -> tensor.
+        aliases: cache output name -> cache input name, updated in place.
+        plugins: recorded plugin calls.
+        dtypes: every element type used so far.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        capability: Capability | None = None,
+        source: WeightSource | None = None,
+        policy: WeightPolicy | None = None,
+        record_plugins: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.trt = backend.trt
+        self.capability = capability or backend.capability()
+        self.source: WeightSource = source if source is not None else TensorSource({})
+        self.policy = policy or WeightPolicy()
+        self.record_plugins = record_plugins
+        self.logger = backend.logger()
+        self.builder = self.trt.Builder(self.logger)
+        flags = 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        if self.capability.has_plugins:
+            flags |= 1 << int(self.trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
+        self.raw = self.builder.create_network(flags)
+        self.constants: dict[str, Constant] = {}
+        self.weight_inputs: list[str] = []
+        self.taps: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.plugins: list[RecordedPlugin] = []
+        self.dtypes: set[str] = set()
+        self._weights: dict[str, Tensor] = {}
+        self._scope: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._names: set[str] = set()
+        self._shapes: dict[str, Shape] = {}
+        self._scalars: dict[tuple[float, str, int], Tensor] = {}
+        self._vectors: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+        self._shape_tensors: dict[str, Tensor] = {}
+        self._dims: dict[tuple[str, int], Tensor] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._inputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
+        self._check_log("creating the network")
+
+    # -- names ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Prefix the names of everything added inside; nests with dots."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    @property
+    def scope_name(self) -> str:
+        """The current scope, "" at the top."""
+        return ".".join(self._scope)
+
+    def _unique(self, op: str) -> str:
+        base = f"{self.scope_name}.{op}" if self._scope else op
+        while True:
+            number = self._counts[base]
+            self._counts[base] += 1
+            name = base if number == 0 else f"{base}_{number}"
+            if name not in self._names:
+                return name
+
+    def _claim(self, name: str) -> None:
+        if name in self._names:
+            raise BuildError(
+                "the tensor name is already in use",
+                where=name,
+                fix="give every input, output and weight its own name",
+            )
+        self._names.add(name)
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _fail(self, what: str, op: str, **details: Any) -> BuildError:
+        where = f"{self.scope_name}.{op}" if self._scope else op
+        return BuildError(what, where=where, **details)
+
+    def _check_log(self, where: str) -> None:
+        errors = self.logger.take_errors()
+        if errors:
+            raise BuildError(
+                f"TensorRT refused: {translate(errors)}", where=where, found=errors[0].strip()
+            )
+
+    def _done(self, layer: Any, op: str, outputs: int = 1) -> tuple[Tensor, ...]:
+        """Name a new layer and its outputs; raise unless it is whole."""
+        where = f"{self.scope_name}.{op}" if self._scope else op
+        self._check_log(where)
+        if layer is None:
+            raise BuildError("TensorRT did not add the layer and gave no reason", where=where)
+        name = self._unique(op)
+        self._claim(name)
+        layer.name = name
+        layer.metadata = self.scope_name
+        tensors = []
+        for index in range(outputs):
+            tensor = layer.get_output(index)
+            if index > 0:
+                output_name = f"{name}:{index}"
+                self._claim(output_name)
+            else:
+                output_name = name
+            tensor.name = output_name
+            self._register(tensor, output_name)
+            tensors.append(tensor)
+        return tuple(tensors)
+
+    def _one(self, layer: Any, op: str) -> Tensor:
+        return self._done(layer, op)[0]
+
+    def _register(self, tensor: Tensor, name: str) -> None:
+        """Ask for the shape now: an invalid layer shows itself only when somebody asks."""
+        try:
+            shape = tuple(tensor.shape)
+        except (RuntimeError, ValueError) as error:
+            errors = self.logger.take_errors()
+            raise BuildError(
+                f"the layer has no valid output: {translate(errors) if errors else error}",
+                where=name,
+                found=errors[0].strip() if errors else str(error),
+            ) from None
+        self._check_log(name)
+        if tensor.name != name:
+            raise BuildError("TensorRT kept another tensor name", where=name, found=tensor.name)
+        self._shapes[name] = shape
+        self.dtypes.add(from_trt(tensor.dtype))
+
+    def shape(self, x: Tensor) -> Shape:
+        """Shape of a tensor, -1 for dynamic dimensions (cached; `x.shape` re-infers)."""
+        return self._shapes[x.name]
+
+    def dtype(self, x: Tensor) -> str:
+        """Project name of a tensor's element type."""
+        return from_trt(x.dtype)
+
+    def rank(self, x: Tensor) -> int:
+        """Number of dimensions."""
+        return len(self._shapes[x.name])
+
+    def _axis(self, x: Tensor, axis: int, op: str) -> int:
+        """Normalise a possibly negative axis."""
+        rank = self.rank(x)
+        if not -rank <= axis < rank:
+            raise self._fail(
+                "axis out of range", op, expected=f"-{rank}..{rank - 1}", found=str(axis)
+            )
+        return axis % rank
+
+    # -- inputs and outputs --------------------------------------------------------------------
+
+    def input(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        """Add a network input; -1 marks a dynamic dimension. Raises BuildError."""
+        self._claim(name)
+        tensor = self.raw.add_input(name, to_trt(self.trt, dtype, name), tuple(shape))
+        self._check_log(name)
+        if tensor is None:
+            raise BuildError("TensorRT did not add the input and gave no reason", where=name)
+        self._register(tensor, name)
+        self._inputs[name] = tensor
+        return tensor
+
+    def output(self, t: Tensor, name: str) -> Tensor:
+        """Make `t` a network output called `name` and return the output tensor.
+
+        Network inputs, constants and tensors that are an output already get an identity layer,
+        because their own name must stay. Raises BuildError for a name in use.
+        """
+        self._claim(name)
+        old = t.name
+        if old in self._inputs or old in self._outputs or old in self.constants:
+            t = self.raw.add_identity(t).get_output(0)
+            t.name = name
+            self._register(t, name)
+        else:
+            self._rename(t, name)
+        self.raw.mark_output(t)
+        self._check_log(name)
+        self._outputs[name] = t
+        return t
+
+    def _rename(self, t: Tensor, name: str) -> None:
+        old = t.name
+        t.name = name
+        self._check_log(name)
+        if t.name != name:
+            raise BuildError("TensorRT kept another tensor name", where=name, found=t.name)
+        self._shapes[name] = self._shapes.pop(old)
+
+    def tap(self, t: Tensor, name: str) -> Tensor:
+        """Name an intermediate for verification; the network itself does not change."""
+        if name in self.taps:
+            raise BuildError("the tap name is already in use", where=name)
+        self.taps[name] = t
+        return t
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Network inputs by name, weights included, in order of definition."""
+        return dict(self._inputs)
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Network outputs by name, in order of definition."""
+        return dict(self._outputs)
+
+    # -- constants and weights -----------------------------------------------------------------
+
+    def literal(
+        self,
+        array: np.ndarray | torch.Tensor,
+        name: str | None = None,
+        *,
+        dtype: str | None = None,
+    ) -> Tensor:
+        """Add a constant.
+
+        Args:
+            array: values; torch carries the types numpy lacks. For packed FP4 give uint8
+                `[..., K/2]` (low nibble first) and dtype="float4_e2m1fn"; the constant is
+                `[..., K]`.
+            name: tensor name; default: from the scope.
+            dtype: only for FP4.
+
+        Raises BuildError for element types TensorRT takes no constants of.
+        """
+        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(_whole(array))
+        where = name or self._unique("literal")
+        return self._constant(tensor.detach().cpu(), where, dtype, None)
+
+    def _constant(
+        self, values: torch.Tensor, name: str, dtype: str | None, weight: str | None
+    ) -> Tensor:
+        values = values.contiguous()
+        if dtype == FLOAT4:
+            if values.dtype != torch.uint8 or values.dim() == 0:
+                raise BuildError(
+                    "packed FP4 values must be uint8",
+                    where=name,
+                    expected="uint8 [..., K/2]",
+                    found=str(values.dtype),
+                )
+            shape = (*values.shape[:-1], values.shape[-1] * 2)
+        else:
+            dtype = BY_TORCH[values.dtype].name if values.dtype in BY_TORCH else str(values.dtype)
+            shape = tuple(values.shape)
+            if dtype == "uint8":
+                raise BuildError(
+                    "TensorRT takes no uint8 constants",
+                    where=name,
+                    fix="use int32 values, or give the bytes as a network input",
+                )
+        count = int(np.prod(shape, dtype=np.int64))
+        if count == 0:
+            raise BuildError("a constant cannot be empty", where=name, found=str(shape))
+        pointer = values.data_ptr()
+        if values.element_size() > 1 and pointer % values.element_size():
+            # A tensor in a mapped file may start at any byte; the builder would read it wrongly
+            # or slowly without a word.
+            values = values.clone()
+            pointer = values.data_ptr()
+        self._claim(name)
+        self._buffers.append(values)
+        layer = self.raw.add_constant(
+            shape, self.trt.Weights(to_trt(self.trt, dtype, name), pointer, count)
+        )
+        self._check_log(name)
+        if layer is None:
+            raise BuildError("TensorRT did not add the constant", where=name)
+        layer.name = name
+        layer.metadata = self.scope_name
+        tensor = layer.get_output(0)
+        tensor.name = name
+        self._register(tensor, name)
+        self.constants[name] = Constant(values, dtype, shape, weight)
+        return tensor
+
+    def _scalar(self, value: float, dtype: str, rank: int) -> Tensor:
+        """A constant of one value and the given rank; shared between uses."""
+        key = (value, dtype, rank)
+        found = self._scalars.get(key)
+        if found is None:
+            torch_dtype = getattr(torch, dtype)
+            array = torch.full((1,) * rank, value, dtype=torch_dtype)
+            if not torch_dtype.is_floating_point and array.reshape(-1)[0].item() != value:
+                raise self._fail(
+                    f"the number is no {dtype}", "constant", expected=dtype, found=str(value)
+                )
+            name = f"scalar.{dtype}.r{rank}.{value!r}"
+            found = self._constant(array, name, None, None)
+            self._scalars[key] = found
+        return found
+
+    def weight(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        """A checkpoint tensor as network input or constant, as the weight policy says.
+
+        Asking again for the same name returns the same tensor.
+
+        Args:
+            name: checkpoint name, also the tensor's name in the network.
+            dtype: declared element type. "float4_e2m1fn" is stored as packed uint8.
+            shape: declared logical shape.
+
+        Raises BuildError when the checkpoint lacks the tensor or declares another dtype or
+        shape, naming all of them.
+        """
+        declared = (dtype, tuple(shape))
+        known = self._weights.get(name)
+        if known is not None:
+            if declared != (self.dtype(known), self.shape(known)):
+                raise BuildError(
+                    "the weight is used with two declarations",
+                    where=name,
+                    expected=f"{self.dtype(known)} {list(self.shape(known))}",
+                    found=f"{dtype} {list(shape)}",
+                )
+            return known
+        stored_shape = tuple(shape)
+        stored_dtype = dtype
+        if dtype == FLOAT4:
+            stored_dtype, stored_shape = "uint8", (*stored_shape[:-1], stored_shape[-1] // 2)
+        info = self.source.info(name)
+        if info is None:
+            raise BuildError(
+                "the checkpoint has no such tensor",
+                where=name,
+                expected=f"{stored_dtype} {list(stored_shape)}",
+                fix="convert the checkpoint again with this version of the tool",
+            )
+        if (info.dtype, info.shape) != (stored_dtype, stored_shape):
+            raise BuildError(
+                "the checkpoint's tensor is not what the network needs",
+                where=name,
+                expected=f"{stored_dtype} {list(stored_shape)}",
+                found=f"{info.dtype} {list(info.shape)}",
+            )
+        bits = 4 if dtype == FLOAT4 else getattr(torch, dtype).itemsize * 8
+        count = int(np.prod(shape, dtype=np.int64))
+        if self.policy.is_input(count * bits // 8) or dtype == "uint8":
+            tensor = self.input(name, dtype, shape)
+            self.weight_inputs.append(name)
+        else:
+            packed = FLOAT4 if dtype == FLOAT4 else None
+            tensor = self._constant(self.source.tensor(name), name, packed, name)
+        self._weights[name] = tensor
+        return tensor
+
+    # -- plugins -------------------------------------------------------------------------------
+
+    def plugin(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        attributes: dict[str, Any],
+        outputs: Sequence[tuple[str, Sequence[int]]],
+    ) -> tuple[Tensor, ...]:
+        """Add a plugin layer.
+
+        Args:
+            op: "namespace::name" as registered with tensorrt.plugin.
+            inputs: input tensors in the order of registration.
+            attributes: attribute name -> value, in the order of registration.
+            outputs: (dtype, shape) of every output, -1 for dynamic dimensions.
+
+        Raises:
+            CapabilityError: the flavour has no plugins and they are not being recorded.
+            BuildError: TensorRT refused, or its outputs are not the declared ones.
+        """
+        label = op.replace("::", "_")
+        if self.record_plugins:
+            return self._record_plugin(op, label, inputs, attributes, outputs)
+        self.capability.require(
+            "has_plugins",
+            f"plugin layers, which {op} needs",
+            fix="use the native lowering for this flavour",
+        )
+        namespace, _, name = op.partition("::")
+        registered = getattr(getattr(self.trt.plugin.op, namespace, None), name, None)
+        if registered is None:
+            raise CapabilityError(
+                "the plugin is not registered", where=op, fix="import its plugin module first"
+            )
+        layer = self.raw.add_plugin(registered(*inputs, **attributes), aot=True)
+        results = self._done(layer, label, len(outputs))
+        for result, (dtype, shape) in zip(results, outputs, strict=True):
+            found = (self.dtype(result), self.shape(result))
+            if found != (dtype, tuple(shape)):
+                raise BuildError(
+                    "the plugin's output is not the declared one",
+                    where=result.name,
+                    expected=f"{dtype} {list(shape)}",
+                    found=f"{found[0]} {list(found[1])}",
+                )
+        return results
+
+    def _record_plugin(
+        self,
+        op: str,
+        label: str,
+        inputs: Sequence[Tensor],
+        attributes: dict[str, Any],
+        outputs: Sequence[tuple[str, Sequence[int]]],
+    ) -> tuple[Tensor, ...]:
+        name = self._unique(label)
+        self._names.add(name)
+        results = tuple(
+            self.input(f"plugin:{name}:{index}", dtype, shape)
+            for index, (dtype, shape) in enumerate(outputs)
+        )
+        self.plugins.append(
+            RecordedPlugin(
+                op,
+                self.scope_name,
+                tuple(inputs),
+                results,
+                dict(attributes),
+            )
+        )
+        return results
+
+
+def _whole(array: np.ndarray) -> np.ndarray:
+    # numpy's ascontiguousarray would turn a scalar into a vector.
+    return np.asarray(array, order="C")
