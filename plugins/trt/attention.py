@@ -52,6 +52,10 @@ class AttentionLayers(AlgebraLayers):
             self.capability.require(
                 "has_attention_causal", "causal kinds and key lengths of fused attention"
             )
+        if self.dtype(q) == "float32" and causal == "none" and key_lengths is None:
+            # No target has a fused float32 kernel, and letting the compiler decompose the fused
+            # layer crashes tensorrt_rtx 1.7 when the network also has a loop.
+            return self._written_out(q, k, v, mask)
         norm = self.trt.AttentionNormalizationOp.SOFTMAX
         if self.capability.has_attention_causal:
             kind = getattr(self.trt.CausalMaskKind, causal.upper())
@@ -67,6 +71,21 @@ class AttentionLayers(AlgebraLayers):
                 self.dtype(q) == "float32" or self.shape(q)[3] not in FUSED_HEAD_DIMS
             )
         return self._one(layer, op)
+
+    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention as products and a softmax; rows with nothing to attend to average v."""
+        batch, queries, keys = self.dim(q, 0), self.dim(q, 2), self.dim(k, 2)
+        _, heads, _, width = self.shape(q)
+        kv_heads = self.shape(k)[1]
+        grouped = self.dim_mul(queries, heads // kv_heads)
+        scores = self.matmul(self.reshape(q, [batch, kv_heads, grouped, width]), k, False, True)
+        scores = self.reshape(scores, [batch, heads, queries, keys])
+        if mask is not None and self.dtype(mask) == "bool":
+            scores = self.select(mask, scores, -1e30)
+        elif mask is not None:
+            scores = self.add(scores, mask)
+        weights = self.reshape(self.softmax(scores, 3), [batch, kv_heads, grouped, keys])
+        return self.reshape(self.matmul(weights, v), [batch, heads, queries, width])
 
     def _check_heads(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         op = "attention"
