@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
-from mistral_common.protocol.transcription.request import TranscriptionRequest
+from mistral_common.protocol.transcription.request import StreamingMode, TranscriptionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
 from plugins.support.errors import InputError, UsageError
@@ -151,6 +151,19 @@ def test_realtime_schedule(realtime: AudioPrompts, delay: int, length: int, padd
     assert got.ids == [1] + [32] * (length - 1)
     assert len(got.audios[0]) == padded
     assert got.streaming
+
+
+def test_realtime_equals_the_library_on_its_own_route(
+    realtime: AudioPrompts, tmp_path: Path
+) -> None:
+    library = MistralTokenizer.from_file(write_tekken(tmp_path, realtime=True))
+    request = TranscriptionRequest(
+        audio=base64.b64encode(WAV).decode(), streaming=StreamingMode.OFFLINE
+    )
+    want = library.encode_transcription(request)
+    got = realtime.transcribe(decode_audio(WAV))
+    assert got.ids == want.tokens
+    assert np.array_equal(got.audios[0], want.audios[0].audio_array.astype(np.float32))
 
 
 @pytest.mark.parametrize("delay", [0, -80, 40, 100, 1280, 4800])

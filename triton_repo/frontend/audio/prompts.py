@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mistral_common.exceptions import MistralCommonException
 from mistral_common.protocol.instruct.chunk import AudioChunk, AudioURLChunk
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
-from mistral_common.protocol.transcription.request import StreamingMode, TranscriptionRequest
+from mistral_common.protocol.transcription.request import TranscriptionRequest
 from mistral_common.tokens.tokenizers.audio import Audio, AudioEncoder, AudioEncoding
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
@@ -172,15 +172,8 @@ class AudioPrompts:
             )
         self.check_delay(delay_ms)
 
-        def encode() -> list[int]:
-            request = TranscriptionRequest(
-                audio=_REFERENCE.format(0),
-                streaming=StreamingMode.OFFLINE,
-                target_streaming_delay_ms=delay_ms,
-            )
-            return list(self._tokenizer.encode_transcription(request).tokens)
-
-        ids = self._with_audio([audio], encode)
+        start = self._tokenizer.instruct_tokenizer.start()
+        ids = [*start, *self._encoder.encode_streaming_tokens(delay_ms)]
         padded = self._encoder.pad(audio, self.config.sampling_rate, delay_ms)
         return AudioPrompt(ids, [padded.astype(np.float32)], streaming=True)
 
