@@ -19,3 +19,11 @@ def deterministic_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fixtures.qwen38_deterministic import write_deterministic
 
     return write_deterministic(tmp_path_factory.mktemp("hf") / "qwen38-deterministic")
+
+
+@pytest.fixture(scope="session")
+def trained_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny bf16 Qwen3.8 checkpoint that knows its corpus by heart, with tokenizer files."""
+    from tests.fixtures.qwen38_checkpoint import materialise
+
+    return materialise(tmp_path_factory.mktemp("hf") / "qwen38-trained")
