@@ -1,0 +1,103 @@
+"""Token budgets and placeholder counts, from the very view of options that the processor gets.
+
+The grid model is the one of patch-merging vision towers (patch, spatial merge, temporal patch):
+an image of h x w pixels, resized to multiples of patch x merge within the pixel limits, gives one
+token per merged patch; a video gives that per pair of frames.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triton_repo.frontend.mm_kwargs import view
+from triton_repo.frontend.problems import problem
+
+# Beyond this ratio the short side would be rounded away.
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True)
+class VisionGeometry:
+    """Sizes of a vision tower, in pixels and frames, and its default pixel limits."""
+
+    patch: int = 16
+    merge: int = 2
+    temporal: int = 2
+    image_pixels: tuple[int, int] = (65536, 16_777_216)
+    video_pixels: tuple[int, int] = (4096, 25_165_824)
+
+    def pixel_limits(self, kwargs: Mapping[str, Any], modality: str) -> tuple[int, int]:
+        """(smallest, largest) pixels of an item; of a whole video for "video".
+
+        Reads `size.shortest_edge` and `size.longest_edge`, or the older `min_pixels` and
+        `max_pixels`, flat or scoped.
+        """
+        options = view(kwargs, modality)
+        low, high = self.image_pixels if modality == "image" else self.video_pixels
+        size = options.get("size")
+        size = size if isinstance(size, Mapping) else {}
+        low = _positive(
+            "size.shortest_edge", size.get("shortest_edge", options.get("min_pixels")), low
+        )
+        high = _positive(
+            "size.longest_edge", size.get("longest_edge", options.get("max_pixels")), high
+        )
+        return min(low, high), high
+
+    def max_tokens(self, kwargs: Mapping[str, Any], modality: str) -> int:
+        """The most placeholder tokens one item can expand to: its share of the encoder budget."""
+        _, high = self.pixel_limits(kwargs, modality)
+        return high // self._pixels_per_token(modality)
+
+    def _pixels_per_token(self, modality: str) -> int:
+        area = (self.patch * self.merge) ** 2
+        return area if modality == "image" else area * self.temporal
+
+    def tokens(
+        self, kwargs: Mapping[str, Any], modality: str, height: int, width: int, frames: int = 1
+    ) -> int:
+        """Placeholder tokens of one item of the given size; equals what the processor returns."""
+        low, high = self.pixel_limits(kwargs, modality)
+        factor = self.patch * self.merge
+        groups = 1 if modality == "image" else math.ceil(frames / self.temporal)
+        scale = 1 if modality == "image" else groups * self.temporal
+        h, w = smart_resize(height, width, factor, low / scale, high / scale)
+        return groups * (h // factor) * (w // factor)
+
+
+def smart_resize(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
+    """Nearest size in multiples of `factor` with about the same aspect and low <= h*w <= high."""
+    if min(height, width) < 1 or max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+        raise problem(
+            "image",
+            "has an extreme aspect ratio",
+            expected=f"<= {MAX_ASPECT_RATIO}",
+            found=f"{width} x {height}",
+        )
+    h = max(factor, round(height / factor) * factor)
+    w = max(factor, round(width / factor) * factor)
+    if h * w > high:
+        beta = math.sqrt(height * width / high)
+        h = max(factor, math.floor(height / beta / factor) * factor)
+        w = max(factor, math.floor(width / beta / factor) * factor)
+    elif h * w < low:
+        beta = math.sqrt(low / (height * width))
+        h = math.ceil(height * beta / factor) * factor
+        w = math.ceil(width * beta / factor) * factor
+    return h, w
+
+
+def _positive(parameter: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise problem(
+            f"mm_processor_kwargs {parameter}",
+            "is not a number of pixels",
+            expected=">= 1",
+            found=value,
+        )
+    return value

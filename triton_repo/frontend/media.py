@@ -1,0 +1,155 @@
+"""Media items of a request: fetched, checked, measured, and keyed for caches."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton_repo.frontend.chat import MediaReference
+from triton_repo.frontend.fetch import FetchLimits, fetch
+from triton_repo.frontend.geometry import VisionGeometry
+from triton_repo.frontend.mm_kwargs import injective, own_options
+from triton_repo.frontend.problems import problem
+
+MAX_PIXELS = 64 << 20
+MAX_AUDIO_SECONDS = 3600
+AUDIO_TOKENS_PER_SECOND = 12.5
+
+
+@dataclass(frozen=True)
+class MediaPolicy:
+    """What media a server takes.
+
+    Attributes:
+        fetch: limits of one fetch.
+        max_items: items per request and modality.
+        trust_request_kwargs: whether a request may set processor options at all.
+        max_item_tokens: cap of the tokens that request options may make of one item.
+    """
+
+    fetch: FetchLimits = field(default_factory=FetchLimits)
+    max_items: Mapping[str, int] = field(
+        default_factory=lambda: {"image": 64, "video": 1, "audio": 16}
+    )
+    trust_request_kwargs: bool = True
+    max_item_tokens: int = 65536
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One item, ready for placeholder expansion.
+
+    Attributes:
+        modality: "image", "video" or "audio".
+        key: 64-bit content key; depends on the bytes and on this modality's effective options.
+        tokens: placeholder tokens in the prompt.
+    """
+
+    modality: str
+    key: int
+    tokens: int
+
+
+def media_key(modality: str, content: bytes, options: Mapping[str, Any]) -> int:
+    """64-bit cache key of one item. Only this modality's options take part."""
+    digest = hashlib.sha256()
+    digest.update(injective([modality, dict(options)]))
+    digest.update(injective(content))
+    return int.from_bytes(digest.digest()[:8], "little")
+
+
+def check_counts(references: Sequence[MediaReference], policy: MediaPolicy) -> None:
+    """Refuse more items than the server takes, before the first one is fetched."""
+    for modality, limit in policy.max_items.items():
+        count = sum(r.modality == modality for r in references)
+        if count > limit:
+            raise problem(f"{modality}_url", "too many items", expected=f"<= {limit}", found=count)
+
+
+def load_media(
+    references: Sequence[MediaReference],
+    kwargs: Mapping[str, Any],
+    geometry: VisionGeometry,
+    policy: MediaPolicy,
+) -> list[MediaItem]:
+    """Fetch and measure all items; `kwargs` are the merged processor options.
+
+    The placeholder count comes from the same view of the options as the key.
+    """
+    check_counts(references, policy)
+    items = []
+    for reference in references:
+        content = reference.data or fetch(
+            reference.url, policy.fetch, parameter=f"{reference.modality}_url"
+        )
+        if not content:
+            raise problem(f"{reference.modality}_url", "is empty")
+        tokens = _count_tokens(reference.modality, content, kwargs, geometry)
+        if tokens > policy.max_item_tokens:
+            raise problem(
+                f"{reference.modality}_url",
+                "expands to too many tokens",
+                expected=f"<= {policy.max_item_tokens}",
+                found=tokens,
+            )
+        options = own_options(kwargs, reference.modality) | dict(reference.options)
+        items.append(
+            MediaItem(reference.modality, media_key(reference.modality, content, options), tokens)
+        )
+    return items
+
+
+def _count_tokens(
+    modality: str, content: bytes, kwargs: Mapping[str, Any], geometry: VisionGeometry
+) -> int:
+    if modality == "audio":
+        return max(1, -int(-_audio_seconds(content) * AUDIO_TOKENS_PER_SECOND // 1))
+    width, height, frames = _image_size(content, modality)
+    return geometry.tokens(kwargs, modality, height, width, frames)
+
+
+def _image_size(content: bytes, modality: str) -> tuple[int, int, int]:
+    """(width, height, frames) from the header; refuses what would be a bomb to decode.
+
+    A video may be an animated image; containers need a decoder that this server does not have.
+    """
+    from PIL import Image
+
+    parameter = f"{modality}_url"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content)) as image:
+                width, height = image.size
+                frames = getattr(image, "n_frames", 1) if modality == "video" else 1
+                if width * height * frames > MAX_PIXELS:
+                    raise problem(
+                        parameter,
+                        "has too many pixels",
+                        expected=f"<= {MAX_PIXELS}",
+                        found=f"{width} x {height} x {frames}",
+                    )
+                # The header may promise what the body does not hold.
+                image.load()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise problem(parameter, "has too many pixels", expected=f"<= {MAX_PIXELS}") from None
+    except (OSError, SyntaxError, ValueError, EOFError, OverflowError):
+        raise problem(parameter, f"is not a readable {modality}") from None
+    return width, height, frames
+
+
+def _audio_seconds(content: bytes) -> float:
+    import soundfile
+
+    try:
+        info = soundfile.info(io.BytesIO(content))
+    except (RuntimeError, OSError, ValueError):
+        raise problem("audio_url", "is not a readable audio file") from None
+    seconds = float(info.frames) / info.samplerate
+    if not 0 < seconds <= MAX_AUDIO_SECONDS:
+        raise problem("audio_url", "has a length that is not allowed", found=f"{seconds:g} s")
+    return seconds

@@ -1,0 +1,146 @@
+"""What a generator gets and what it answers, whichever way a request came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from triton_repo.frontend.output import TextOptions
+from triton_repo.frontend.pipeline import MediaSpan, Prepared
+from triton_repo.frontend.sampling import Sampling
+
+ErrorKind = Literal["invalid", "unavailable", "unsupported", "internal"]
+
+
+@dataclass(frozen=True)
+class GenerationCall:
+    """One sequence to generate.
+
+    Attributes:
+        prompt_ids: the prompt without padding.
+        max_tokens: most tokens of the answer; 0 for an embedding.
+        sampling: as the request gave it.
+        end_ids: ids that end the answer.
+        stop_ids, bad_ids: id sequences that end the answer, and that must not appear in it.
+        text: stop strings and what belongs into the text.
+        cache_salt_id: 64-bit salt of cache keys; None for none.
+        task: "generate" or "embed".
+        media: placeholder spans with their content keys.
+        echo: what an echo answers with; empty for an engine.
+    """
+
+    prompt_ids: list[int]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    end_ids: tuple[int, ...] = ()
+    stop_ids: list[list[int]] = field(default_factory=list)
+    bad_ids: list[list[int]] = field(default_factory=list)
+    text: TextOptions = field(default_factory=TextOptions)
+    cache_salt_id: int | None = None
+    task: str = "generate"
+    media: list[MediaSpan] = field(default_factory=list)
+    echo: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` turns back into an equal call."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> GenerationCall:
+        """The call that `to_json` wrote."""
+        text = value["text"]
+        fields = value | {
+            "sampling": Sampling(**value["sampling"]),
+            "end_ids": tuple(value["end_ids"]),
+            "text": TextOptions(
+                tuple(text["stop_words"]),
+                text["include_stop"],
+                text["skip_special_tokens"],
+                tuple(text["end_ids"]),
+            ),
+            "media": [MediaSpan(**span) for span in value["media"]],
+        }
+        return GenerationCall(**fields)
+
+    def sequences(self) -> list[GenerationCall]:
+        """One call per returned sequence; given seeds differ by the sequence's number."""
+        count = self.sampling.num_return_sequences
+        seed = self.sampling.seed
+        return [
+            replace(
+                self,
+                sampling=replace(
+                    self.sampling, seed=None if seed is None else (seed + i) % (1 << 64)
+                ),
+            )
+            for i in range(count)
+        ]
+
+
+@dataclass(frozen=True)
+class GenerationEvent:
+    """One step of an answer.
+
+    Attributes:
+        token_ids, log_probs: new tokens; equal lengths.
+        finish_reason: "stop", "length" or "cancelled" in the last event.
+        error: kind and message of a failure; always the last event.
+        extra: further output values by tensor name, e.g. what an echo received.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: tuple[str, str] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None or self.error is not None
+
+
+Deliver = Callable[[GenerationEvent], None]
+
+
+class Generator(Protocol):
+    """Turns calls into events; `deliver` may be called from any thread, in order per call."""
+
+    def submit(self, call: GenerationCall, deliver: Deliver) -> Callable[[], None]:
+        """Start one sequence; returns what cancels it. Raises ToolchainError for a bad call."""
+
+    def gauges(self) -> dict[str, float]:
+        """Values for the metrics page: requests with and without a slot."""
+
+    def close(self) -> None:
+        """End everything; each running call gets a last event."""
+
+
+def call_from_prepared(prepared: Prepared, echo: dict[str, Any] | None) -> GenerationCall:
+    """The call for one prepared prompt; `echo` holds the echo fields of the request, or None."""
+    return GenerationCall(
+        prompt_ids=prepared.real_ids,
+        max_tokens=prepared.max_tokens,
+        sampling=prepared.sampling,
+        end_ids=prepared.end_ids,
+        stop_ids=prepared.stop_ids or [],
+        bad_ids=prepared.bad_ids or [],
+        text=prepared.text,
+        cache_salt_id=prepared.cache_salt_id,
+        task=prepared.task,
+        media=prepared.media,
+        echo={} if echo is None else echo | received(prepared),
+    )
+
+
+def received(prepared: Prepared) -> dict[str, Any]:
+    """What an echo tells about the engine input."""
+    offsets = prepared.prompt.arrays.get("offsets")
+    return {
+        "input_ids": prepared.prompt.ids,
+        "attention_mask": prepared.prompt.arrays["attention_mask"],
+        "offsets": offsets,
+        "mm_views": prepared.mm_views,
+        "pad_id": prepared.pad_id,
+    }
