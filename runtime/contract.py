@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -187,8 +187,7 @@ class EngineConfig(_Model):
         format_version: of this schema.
         producer: program and version that built the engines.
         flavor, tensorrt_version: library that built them; the same one has to run them.
-        targets: compute capabilities as major * 10 + minor, for example 89; empty where the
-            library was told none.
+        targets: compute capabilities such as "8.9"; empty where the library was told none.
         plugins: custom operations in the engines.
         engines: one entry per phase.
         weights: weights file and its identity.
@@ -202,7 +201,7 @@ class EngineConfig(_Model):
     producer: str
     flavor: Flavor
     tensorrt_version: str
-    targets: tuple[int, ...]
+    targets: tuple[Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")], ...]
     plugins: tuple[PluginEntry, ...] = ()
     engines: dict[Phase, EngineEntry]
     weights: WeightsEntry

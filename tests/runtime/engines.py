@@ -135,7 +135,7 @@ def write_engine(
         producer="test",
         flavor="tensorrt_rtx",
         tensorrt_version="1.7.1.116",
-        targets=(89, 120),
+        targets=("8.9", "12.0"),
         engines=entries,
         weights=WeightsEntry(
             mode="inputs", file=weights_file(), identity=weights_identity(weights)

@@ -1,0 +1,100 @@
+"""Executes the engines' networks with torch, on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from runtime.contract import PHASES, EngineConfig, Phase
+from runtime.identity import read_header
+from runtime.interpreter.execute import Interpreter
+from runtime.interpreter.program import Program
+from runtime.slots import SlotMemory
+
+
+class MappedWeights(Mapping[str, torch.Tensor]):
+    """Tensors of a safetensors file, mapped on first use and kept, so that both phases share them.
+
+    Args:
+        path: safetensors file.
+        device: where they are used; on the CPU nothing is copied.
+    """
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._names = list(read_header(path))
+        self._file = safe_open(path, "pt")
+        self._device = device
+        self._opened: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._opened:
+            if name not in self._names:
+                raise KeyError(name)
+            self._opened[name] = self._file.get_tensor(name).to(self._device)
+        return self._opened[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class InterpreterExecutor:
+    """`runtime.executors.Executor` over the network interpreter.
+
+    Args:
+        config: of the engine directory.
+        engine_dir: has the programs and the weights.
+        device: CPU or CUDA device.
+    """
+
+    name = "interpreter"
+
+    def __init__(self, config: EngineConfig, engine_dir: Path, device: torch.device) -> None:
+        self.device = device
+        slots = config.build_config.max_batch_size
+        self.generation_widths: Sequence[int] = range(1, slots + 1)
+        weights = MappedWeights(engine_dir / config.weights.file, device)
+        self._interpreters = {
+            phase: Interpreter(
+                Program.load(engine_dir / config.engines[phase].program),
+                weights,
+                device=str(device),
+            )
+            for phase in PHASES
+        }
+        self._inputs = {
+            phase: [tensor.name for tensor in config.engines[phase].of_kind("token", "host")]
+            for phase in PHASES
+        }
+        slot_tensors = config.engines["context"].of_kind("cache", "state")
+        self._memory = SlotMemory(slot_tensors, slots, device)
+
+    def begin(self, slot: int) -> None:
+        """See `Executor.begin`."""
+        self._memory.begin(slot)
+
+    def end(self, slot: int, poisoned: bool = False) -> None:
+        """See `Executor.end`."""
+        self._memory.end(slot, poisoned)
+
+    @torch.inference_mode()
+    def step(self, phase: Phase, first: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See `Executor.step`."""
+        count = inputs["input_ids"].shape[0]
+        bound = {name: inputs[name].to(self.device) for name in self._inputs[phase]}
+        bound |= self._memory.inputs(first, count)
+        outputs = self._interpreters[phase].run(bound)
+        for name, tensor in self._memory.next_states(first, count).items():
+            tensor.copy_(outputs[f"{name}.next"])
+        self._memory.commit(first, count)
+        return outputs["logits"]
+
+    def close(self) -> None:
+        """Drop programs, weights and memory."""
+        self._interpreters.clear()
+        self._memory = SlotMemory((), 0, self.device)

@@ -1,0 +1,54 @@
+"""The few stream operations that the TensorRT executor needs, apart so that tests can stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Stream(Protocol):
+    """An execution queue of one device."""
+
+    @property
+    def handle(self) -> int:
+        """The address that `execute_async_v3` takes."""
+
+    def ordered(self) -> AbstractContextManager[None]:
+        """A context in which torch's work goes to this stream: after all that the caller queued
+        before, and before all that the caller queues afterwards.
+        """
+
+    def capture(self, work: Callable[[int], None]) -> Callable[[], None]:
+        """Record `work(handle)` as a graph without executing it; returns its replay."""
+
+
+class CudaStream:
+    """A stream of its own on one CUDA device (TensorRT synchronises on the default stream)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @property
+    def handle(self) -> int:
+        """See `Stream.handle`."""
+        return int(self._stream.cuda_stream)
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        """See `Stream.ordered`."""
+        outer = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+    def capture(self, work: Callable[[int], None]) -> Callable[[], None]:
+        """See `Stream.capture`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            work(self.handle)
+        replay: Callable[[], None] = graph.replay
+        return replay

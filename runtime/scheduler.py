@@ -1,0 +1,297 @@
+"""Continuous batching over slots: which sequence does what in the next call.
+
+One `step` admits waiting requests into free slots in order of arrival, feeds one chunk of prompts,
+and lets every running sequence make one token. Not thread-safe; `runtime.session` drives it.
+
+A generation call has room for `1 + max_draft_len` tokens per slot. This scheduler fills the first;
+verification of draft tokens needs only longer rows here and their acceptance in `_decode`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from plugins.support.errors import ToolchainError
+from runtime.contract import TOKEN_BLOCK, Phase
+from runtime.engine import Engine, Row
+from runtime.requests import FinishReason, GenerationRequest, Timings, TokenEvent
+from runtime.sampling import Sampled, TokenChooser, choose_tokens
+from runtime.slots import SlotPool
+
+
+@dataclass(eq=False)
+class Job:
+    """One accepted request.
+
+    Attributes:
+        request: what was asked.
+        emit: gets every event, in order; the last one has a finish reason.
+        timings: filled as things happen.
+        cancelled: set by anyone, at any time; heeded at the next step.
+    """
+
+    request: GenerationRequest
+    emit: Callable[[TokenEvent], None]
+    timings: Timings = field(default_factory=Timings)
+    cancelled: bool = False
+    slot: int = -1
+    cached: int = 0
+    tokens: list[int] = field(default_factory=list)
+    chooser: TokenChooser | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Ids of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt is not cached yet."""
+        return self.cached < self.prompt_length
+
+
+@dataclass
+class Totals:
+    """What a scheduler has done since it began; times in seconds, summed over requests.
+
+    Attributes:
+        finished: requests by finish reason.
+        prompt_tokens, generated_tokens: processed.
+        context_calls, generation_calls: engine calls.
+        queue_wait_s, time_to_first_token_s: sums over requests that got that far.
+        scheduled, answered: how many got that far.
+        decode_s, decode_tokens: time between tokens, and how many such gaps.
+    """
+
+    finished: dict[FinishReason, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "cancelled": 0, "error": 0}
+    )
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    context_calls: int = 0
+    generation_calls: int = 0
+    scheduled: int = 0
+    queue_wait_s: float = 0.0
+    answered: int = 0
+    time_to_first_token_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+
+
+class Scheduler:
+    """Runs jobs over the slots of one engine.
+
+    Args:
+        engine: opened; nobody else may use its slots meanwhile.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pool = SlotPool(engine.slots)
+        self._waiting: deque[Job] = deque()
+        self._active: dict[int, Job] = {}
+        self._cancelling = False
+        self.totals = Totals()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs without a slot."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Jobs with a slot."""
+        return len(self._active)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots without a job."""
+        return len(self._pool)
+
+    def add(self, job: Job) -> None:
+        """Queue a job whose request has been checked."""
+        self._waiting.append(job)
+
+    def step(self) -> bool:
+        """Do one round. Returns whether any job is left.
+
+        An engine call that fails ends the jobs in it with finish reason "error", no others.
+        """
+        self._drop_cancelled()
+        self._admit()
+        self._prefill()
+        self._decode()
+        return bool(self._waiting or self._active)
+
+    def fail_all(self, error: str) -> None:
+        """End every job with finish reason "error" without touching the engine."""
+        for job in [*self._active.values(), *self._waiting]:
+            self._report(job, TokenEvent(None, finish_reason="error", error=error))
+        self._active.clear()
+        self._waiting.clear()
+
+    def cancel_all(self) -> None:
+        """End every job as cancelled at the next step. May be called from any thread."""
+        self._cancelling = True
+
+    def _drop_cancelled(self) -> None:
+        gone = TokenEvent(None, finish_reason="cancelled")
+        everything = self._cancelling
+        if everything:
+            self._cancelling = False
+        for job in [job for job in self._active.values() if everything or job.cancelled]:
+            self._finish(job, gone)
+        for job in [job for job in self._waiting if everything or job.cancelled]:
+            self._waiting.remove(job)
+            self._report(job, gone)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._pool):
+            job = self._waiting.popleft()
+            job.slot = self._pool.take()
+            job.tokens = list(job.request.prompt_ids)
+            job.chooser = job.request.chooser(self._engine.config.vocab_size)
+            self._engine.executor.begin(job.slot)
+            self._active[job.slot] = job
+            job.timings.scheduled = time.monotonic_ns()
+            self.totals.scheduled += 1
+            self.totals.queue_wait_s += job.timings.queue_wait_s()
+
+    def _prefill(self) -> None:
+        jobs = self._prefill_range()
+        if not jobs:
+            return
+        chunk = self._engine.config.chunk_tokens
+        rows = []
+        for job in jobs:
+            count = min(chunk, job.prompt_length - job.cached)
+            done = job.cached + count == job.prompt_length
+            rows.append(Row(job.tokens, job.cached, count, (count - 1,) if done else ()))
+        self.totals.context_calls += 1
+        self._call("context", jobs[0].slot, jobs, rows)
+
+    def _prefill_range(self) -> list[Job]:
+        """The job that waits longest for its prompt, and neighbours that fit into its call."""
+        prefilling = {slot: job for slot, job in self._active.items() if job.prefilling}
+        if not prefilling:
+            return []
+        oldest = min(prefilling.values(), key=lambda job: job.timings.scheduled)
+        config = self._engine.config
+        most = config.build_config.max_num_tokens
+
+        def padded(job: Job) -> int:
+            count = min(config.chunk_tokens, job.prompt_length - job.cached)
+            return -(-count // TOKEN_BLOCK) * TOKEN_BLOCK
+
+        first = last = oldest.slot
+        columns = padded(oldest)
+        for step in (1, -1):
+            while (neighbour := prefilling.get((last if step > 0 else first) + step)) is not None:
+                wider = max(columns, padded(neighbour))
+                if (last - first + 2) * wider > most:
+                    break
+                columns = wider
+                first, last = min(first, neighbour.slot), max(last, neighbour.slot)
+        return [prefilling[slot] for slot in range(first, last + 1)]
+
+    def _decode(self) -> None:
+        running = {slot: job for slot, job in self._active.items() if not job.prefilling}
+        ready = {slot: job for slot, job in running.items() if job.cached < len(job.tokens)}
+        if not ready:
+            return
+        needed = max(ready) + 1
+        width = next(w for w in self._engine.executor.generation_widths if w >= needed)
+        jobs = [ready.get(slot) for slot in range(width)]
+        rows = [Row(job.tokens, job.cached, 1, (0,)) if job else None for job in jobs]
+        self.totals.generation_calls += 1
+        self._call("generation", 0, jobs, rows)
+
+    def _call(
+        self, phase: Phase, first: int, jobs: Sequence[Job | None], rows: Sequence[Row | None]
+    ) -> None:
+        taking_part = [
+            (index, job, row)
+            for index, (job, row) in enumerate(zip(jobs, rows, strict=True))
+            if job is not None and row is not None
+        ]
+        try:
+            logits = self._engine.step(phase, first, rows)
+            wanted = [(index, job) for index, job, row in taking_part if row.logits]
+            choosers = [job.chooser for _, job in wanted if job.chooser is not None]
+            picked = [index for index, _ in wanted]
+            sampled = choose_tokens(logits[picked, 0], choosers) if wanted else []
+        except Exception as error:
+            for _, job, _ in taking_part:
+                self._finish_with_error(job, _message(error))
+            return
+        for _, job, row in taking_part:
+            job.cached += row.count
+            if phase == "context":
+                self.totals.prompt_tokens += row.count
+        for (_, job), result in zip(wanted, sampled, strict=True):
+            self._take(job, result)
+
+    def _take(self, job: Job, sampled: Sampled) -> None:
+        """Add one token to a job and end the job if that was its last."""
+        if sampled.error is not None:
+            self._finish_with_error(job, sampled.error)
+            return
+        token = sampled.token_id
+        assert job.chooser is not None
+        job.tokens.append(token)
+        job.chooser.accept(token)
+        now = time.monotonic_ns()
+        timings = job.timings
+        if timings.tokens == 0:
+            timings.first_token = now
+            self.totals.answered += 1
+            self.totals.time_to_first_token_s += timings.time_to_first_token_s()
+        else:
+            self.totals.decode_s += (now - timings.last_token) / 1e9
+            self.totals.decode_tokens += 1
+        timings.last_token = now
+        timings.tokens += 1
+        self.totals.generated_tokens += 1
+        reason = _finish_reason(job)
+        event = TokenEvent(token, sampled.log_prob, reason, sampled.top_log_probs)
+        if reason is None:
+            job.emit(event)
+        else:
+            self._finish(job, event)
+
+    def _finish_with_error(self, job: Job, error: str) -> None:
+        self._finish(job, TokenEvent(None, finish_reason="error", error=error), poisoned=True)
+
+    def _finish(self, job: Job, event: TokenEvent, poisoned: bool = False) -> None:
+        del self._active[job.slot]
+        self._pool.give_back(job.slot)
+        try:
+            self._engine.executor.end(job.slot, poisoned)
+        finally:
+            self._report(job, event)
+
+    def _report(self, job: Job, event: TokenEvent) -> None:
+        assert event.finish_reason is not None
+        self.totals.finished[event.finish_reason] += 1
+        job.emit(event)
+
+
+def _finish_reason(job: Job) -> FinishReason | None:
+    request = job.request
+    assert job.chooser is not None
+    answer = job.chooser.answer
+    if answer[-1] in request.end_ids:
+        return "stop"
+    for stop in request.stop_ids:
+        if tuple(answer[-len(stop) :]) == tuple(stop):
+            return "stop"
+    return "length" if len(answer) >= request.max_new_tokens else None
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ToolchainError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
