@@ -24,8 +24,8 @@ from plugins.support.errors import CapabilityError, InputError
 from plugins.trt.backend import Backend, load_backend
 from plugins.trt.types import from_trt
 from runtime.contract import PHASES, EngineConfig, EngineEntry, Phase
-from runtime.executors.interpreter import MappedWeights
 from runtime.executors.stream import CudaStream, Stream
+from runtime.executors.weights import MappedWeights
 from runtime.slots import SlotMemory
 
 # Calls of one form before its graph is captured: the first ones may still compile or allocate.

@@ -46,7 +46,8 @@ def _distribution(logits: list[float], params: SamplingParams) -> dict[int, floa
         math.exp((logits[i] - logits[order[0]]) / params.effective_temperature) for i in order
     ]
     total = sum(weights)
-    kept, reached = {}, 0.0
+    kept: dict[int, float] = {}
+    reached = 0.0
     for token, weight in zip(order, weights, strict=True):
         if kept and params.top_p is not None and reached >= params.top_p:
             break
@@ -194,7 +195,7 @@ def test_penalties_follow_their_definition(
         value -= frequency * answer.count(token)
         value -= presence if token in answer else 0
         expected.append(value)
-    assert _token(logits, chooser) == int(np.argmax(np.float32(expected)))
+    assert _token(logits, chooser) == int(np.argmax(np.array(expected, dtype=np.float32)))
     if chooser.adjusts():
         assert chooser.adjust(logits[0]).tolist() == pytest.approx(expected, abs=1e-5)
 
