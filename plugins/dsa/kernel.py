@@ -1,0 +1,279 @@
+"""DSA on tensors: the kernels with the tiles that fit the call.
+
+Tensors are contiguous and on one device (a CPU only under Triton's interpreter). Names of sizes as
+in `reference.py`: B slots, S query tokens per slot, C cache rows per slot. `past` int32 [B] counts
+the cached tokens before this call, `new` int32 [B] the valid tokens in it: query s of slot b stands
+at past[b] + s, or is padding when s >= new[b]. Padding queries give zeros and write nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from plugins.dsa import plan
+from plugins.dsa.plan import AttendTiles, DenseTiles, Geometry, IndexTiles, WindowTiles
+
+# Longest row that one program selects from, and the longest run of chunk winners.
+SELECT_CHUNK = 8192
+# Programs that one launch should have, at least: about one per multiprocessor of a large GPU.
+PROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """How sparse attention is cut: tiles and splits of a row's token list."""
+
+    tiles: AttendTiles = field(default_factory=AttendTiles)
+    splits: int = 1
+
+
+def attend_plan(g: Geometry, rows: int, processors: int = PROCESSORS) -> AttendPlan:
+    """Tiles and splits for `rows` query rows."""
+    tiles = AttendTiles()
+    programs = max(1, rows * triton.cdiv(g.heads, tiles.heads))
+    most = triton.cdiv(g.kept, tiles.tokens)
+    splits = max(1, min(most, processors // programs))
+    return AttendPlan(tiles, splits)
+
+
+def score(
+    g: Geometry,
+    index_query: Tensor,
+    index_keys: Tensor,
+    head_weights: Tensor,
+    past: Tensor,
+    new: Tensor,
+    *,
+    tokens: int | None = None,
+    tiles: IndexTiles | None = None,
+    runs: int | None = None,
+) -> Tensor:
+    """Index scores float32 [B, S, N]; tokens that a query does not see hold arbitrary values.
+
+    Args:
+        index_query: [B, S, Hi, Di].
+        index_keys: [B, 1, C, Di].
+        head_weights: [B, S, Hi].
+        tokens: N, at least every slot's past + new; default C.
+        tiles, runs: override the tiles and the number of token runs per query block.
+    """
+    batch, steps = index_query.shape[:2]
+    rows = index_keys.shape[-2]
+    count = rows if tokens is None else tokens
+    tiles = tiles or score_tiles(steps)
+    if runs is None:
+        blocks = batch * triton.cdiv(steps, tiles.queries)
+        runs = max(1, min(triton.cdiv(count, tiles.tokens), 8 * PROCESSORS // max(1, blocks)))
+    run = triton.cdiv(triton.cdiv(count, runs), tiles.tokens) * tiles.tokens
+    scores = torch.empty((batch, steps, count), dtype=torch.float32, device=index_query.device)
+    plan.score_tokens(g, tiles).launch(
+        {
+            "index_query": index_query,
+            "index_keys": index_keys,
+            "head_weights": head_weights,
+            "past": past,
+            "new": new,
+            "scores": scores,
+        },
+        {"S": steps, "C": rows, "N": count, "run": run, "B": batch},
+    )
+    return scores
+
+
+def score_tiles(steps: int) -> IndexTiles:
+    """Tiles of the index scores for `steps` queries per slot."""
+    if steps == 1:
+        return IndexTiles()
+    return IndexTiles(queries=min(4, triton.next_power_of_2(steps)), warps=8)
+
+
+def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
+    """Indices of the best visible tokens, int32 [B, S, K], ascending, -1 behind the last.
+
+    Equal scores: the lower index is kept.
+    """
+    batch, steps, count = scores.shape
+    rows = batch * steps
+    call = {"scores": scores, "past": past, "new": new}
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=scores.device)
+
+    tokens = empty(batch, steps, g.kept)
+    if count <= SELECT_CHUNK:
+        chunk = max(g.kept, triton.next_power_of_2(count))
+        warps = max(1, min(16, chunk // 512))
+        spec = plan.select_row(g, chunk, warps)
+        spec.launch({**call, "tokens": tokens}, {"S": steps, "N": count, "rows": rows})
+        return tokens
+    chunks = triton.cdiv(count, SELECT_CHUNK)
+    found = {
+        "candidates": empty(rows, chunks, g.kept),
+        "candidate_bits": empty(rows, chunks, g.kept),
+    }
+    plan.select_chunk(g, SELECT_CHUNK).launch(
+        {**call, **found}, {"S": steps, "N": count, "chunks": chunks, "rows": rows}
+    )
+    width = chunks * g.kept
+    while True:
+        chunk = min(SELECT_CHUNK, max(g.kept, triton.next_power_of_2(width)))
+        parts = triton.cdiv(width, chunk)
+        last = parts == 1
+        chosen = {
+            "chosen_tokens": tokens if last else empty(rows, parts, g.kept),
+            "chosen_bits": empty(rows, parts, g.kept),
+        }
+        plan.select_among(g, chunk).launch(
+            {**found, **chosen}, {"width": width, "parts": parts, "rows": rows}
+        )
+        if last:
+            return tokens
+        found = {
+            "candidates": chosen["chosen_tokens"],
+            "candidate_bits": chosen["chosen_bits"],
+        }
+        width = parts * g.kept
+
+
+def attend(
+    g: Geometry,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    tokens: Tensor,
+    past: Tensor,
+    new: Tensor,
+    gate: Tensor,
+    how: AttendPlan | None = None,
+) -> Tensor:
+    """Gated absorbed attention over each query's token list.
+
+    Args:
+        q_latent: [B, S, H, L]; q_rope: [B, S, H, R].
+        cache: [B, 1, C, L + R].
+        tokens: int32 [B, S, K] as `select` gives them.
+        gate: [B, S, H], before the logistic function.
+        how: overrides tiles and splits.
+
+    Returns:
+        [B, S, H, L].
+    """
+    batch, steps = q_latent.shape[:2]
+    rows = batch * steps
+    how = how or attend_plan(g, rows)
+    inputs = {
+        "q_latent": q_latent,
+        "q_rope": q_rope,
+        "cache": cache,
+        "tokens": tokens,
+        "past": past,
+        "new": new,
+    }
+    values = {"S": steps, "C": cache.shape[-2], "K": tokens.shape[-1], "rows": rows}
+    out = torch.empty_like(q_latent)
+    if how.splits == 1:
+        spec = plan.attend_whole(g, how.tiles)
+        spec.launch({**inputs, "gate": gate, "out": out}, values)
+        return out
+    values["splits"] = how.splits
+    device = q_latent.device
+    parts = (batch, steps, how.splits, g.heads)
+    partial = torch.empty((*parts, g.latent), dtype=torch.float32, device=device)
+    partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
+    work = {"partial": partial, "partial_lse": partial_lse}
+    plan.attend_split(g, how.tiles).launch({**inputs, **work}, values)
+    plan.merge_splits(g, how.splits).launch({**work, "gate": gate, "out": out}, values)
+    return out
+
+
+def attend_window(
+    g: Geometry,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    past: Tensor,
+    new: Tensor,
+    base: Tensor,
+    gate: Tensor,
+    tiles: WindowTiles | None = None,
+) -> Tensor:
+    """Gated absorbed attention over the last W tokens.
+
+    Args:
+        q_latent: [B, S, H, L]; q_rope: [B, S, H, R].
+        cache: [B, 1, C, L + R], the token at position p in row (p - base) mod C; holds at least the
+            W - 1 + S newest tokens.
+        base: int32 [B].
+        gate: [B, S, H], before the logistic function.
+
+    Returns:
+        [B, S, H, L].
+    """
+    batch, steps = q_latent.shape[:2]
+    tiles = tiles or WindowTiles(queries=min(4, triton.next_power_of_2(steps)))
+    blocks = triton.cdiv(steps, tiles.queries)
+    count = plan.window_tiles(g, tiles)
+    lines = tiles.queries * plan.power(g.heads)
+    device = q_latent.device
+    stats = (batch, blocks, count, lines)
+    work = {
+        "probabilities": torch.empty(
+            (batch, blocks, lines, count * tiles.tokens), dtype=q_latent.dtype, device=device
+        ),
+        "tile_max": torch.empty(stats, dtype=torch.float32, device=device),
+        "tile_sum": torch.empty(stats, dtype=torch.float32, device=device),
+    }
+    call = {"cache": cache, "past": past, "new": new, "base": base}
+    values = {"S": steps, "R": cache.shape[-2], "query_blocks": blocks, "B": batch}
+    plan.window_scores(g, tiles).launch(
+        {"q_latent": q_latent, "q_rope": q_rope, **call, **work}, values
+    )
+    out = torch.empty_like(q_latent)
+    plan.window_values(g, tiles).launch({**work, **call, "gate": gate, "out": out}, values)
+    return out
+
+
+def attend_dense(
+    g: Geometry,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    expanded: Tensor,
+    cache: Tensor,
+    past: Tensor,
+    new: Tensor,
+    gate: Tensor,
+    tiles: DenseTiles | None = None,
+) -> Tensor:
+    """Gated causal attention over expanded keys and values, windowed when the geometry has one.
+
+    Args:
+        q_nope: [B, S, H, nope]; q_rope: [B, S, H, R].
+        expanded: [B, N, H, nope + V], keys first: row j is the token at position j, or, with a
+            window, at position past - (W - 1) + j.
+        cache: [B, 1, C, L + R], rows numbered like those of `expanded`; only the rotary keys are
+            read.
+        gate: [B, S, H], before the logistic function.
+
+    Returns:
+        [B, S, H, V].
+    """
+    batch, steps = q_nope.shape[:2]
+    out = q_nope.new_empty((batch, steps, g.heads, g.value))
+    plan.attend_dense(g, tiles or DenseTiles()).launch(
+        {
+            "q_nope": q_nope,
+            "q_rope": q_rope,
+            "expanded": expanded,
+            "cache": cache,
+            "past": past,
+            "new": new,
+            "gate": gate,
+            "out": out,
+        },
+        {"S": steps, "N": expanded.shape[1], "C": cache.shape[-2], "B": batch},
+    )
+    return out

@@ -1,0 +1,380 @@
+"""Which kernel runs with which tiles: the operations of DSA as kernel descriptions.
+
+Tile sizes were chosen on an H200 (`benchmarks/README.md` has the numbers); they are correct on
+every GPU. Everything here is a function of the geometry and of sizes known at build time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from plugins.aot.spec import Argument, KernelSpec, ceil_div
+from plugins.dsa.kernels import attention, dense, index, select, window
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of an MLA layer, all known at build time. The defaults are Dots3's full layers.
+
+    Attributes:
+        heads: attention heads.
+        latent, rope: widths of a cached row's two parts.
+        nope, value: expanded head widths, keys without the rotary part and values.
+        index_heads, index_width, kept: the indexer and the tokens a query keeps; kept 0 = none.
+        window: tokens a query sees, itself included; 0 = all.
+        dtype: activation and cache type.
+    """
+
+    heads: int = 128
+    latent: int = 512
+    rope: int = 64
+    nope: int = 128
+    value: int = 128
+    index_heads: int = 64
+    index_width: int = 128
+    kept: int = 2048
+    window: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale: that of the expanded head, never of the latent."""
+        return float((self.nope + self.rope) ** -0.5)
+
+
+SLIDING = Geometry(
+    heads=64, latent=1024, rope=64, nope=192, index_heads=0, index_width=0, kept=0, window=513
+)
+
+
+def dot_type(geometry: Geometry) -> Any:
+    """Operand type of matrix products."""
+    return tl.float32 if triton.knobs.runtime.interpret else getattr(tl, geometry.dtype)
+
+
+def power(value: int, least: int = 16) -> int:
+    """The next power of two, at least what a matrix product takes."""
+    return max(least, triton.next_power_of_2(value))
+
+
+_CALL = (Argument("past", "int32"), Argument("new", "int32"))
+
+
+def _queries(g: Geometry) -> tuple[Argument, ...]:
+    return Argument("q_latent", g.dtype), Argument("q_rope", g.dtype)
+
+
+@dataclass(frozen=True)
+class AttendTiles:
+    """Tiles of the sparse attention: heads and tokens per step, warps, pipeline stages."""
+
+    heads: int = 64
+    tokens: int = 64
+    warps: int = 8
+    stages: int = 2
+
+
+def _attend_constants(g: Geometry, tiles: AttendTiles) -> dict[str, Any]:
+    return {
+        "SCALE": g.scale,
+        "HEADS": g.heads,
+        "LATENT": g.latent,
+        "ROPE": g.rope,
+        "BLOCK_H": min(tiles.heads, power(g.heads)),
+        "BLOCK_L": power(g.latent),
+        "BLOCK_R": power(g.rope),
+        "BLOCK_N": tiles.tokens,
+        "DOT": dot_type(g),
+        "STAGES": tiles.stages,
+    }
+
+
+def attend_whole(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:  # noqa: B008
+    """Sparse attention, one program per query and head block. Grid names: rows."""
+    constants = _attend_constants(g, tiles)
+    head_blocks = ceil_div(g.heads, constants["BLOCK_H"])
+    return KernelSpec(
+        name="dsa_attend",
+        function=attention.attend_whole,
+        inputs=(
+            *_queries(g),
+            Argument("cache", g.dtype),
+            Argument("tokens", "int32"),
+            *_CALL,
+            Argument("gate", g.dtype),
+        ),
+        scalars=("S", "C", "K"),
+        outputs=(Argument("out", g.dtype),),
+        constants=constants,
+        grid=lambda v: (head_blocks, v["rows"]),
+        warps=tiles.warps,
+    )
+
+
+def attend_split(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:  # noqa: B008
+    """Sparse attention over runs of each token list. Grid names: rows."""
+    constants = _attend_constants(g, tiles)
+    head_blocks = ceil_div(g.heads, constants["BLOCK_H"])
+    return KernelSpec(
+        name="dsa_attend_split",
+        function=attention.attend_split,
+        inputs=(*_queries(g), Argument("cache", g.dtype), Argument("tokens", "int32"), *_CALL),
+        scalars=("S", "C", "K", "splits"),
+        outputs=(Argument("partial", "float32"), Argument("partial_lse", "float32")),
+        constants=constants,
+        grid=lambda v: (head_blocks, v["splits"], v["rows"]),
+        warps=tiles.warps,
+    )
+
+
+def merge_splits(g: Geometry, most_splits: int) -> KernelSpec:
+    """Sum of the splits, gated. Grid names: rows."""
+    return KernelSpec(
+        name="dsa_merge",
+        function=attention.merge_splits,
+        inputs=(
+            Argument("partial", "float32"),
+            Argument("partial_lse", "float32"),
+            Argument("gate", g.dtype),
+        ),
+        scalars=("splits",),
+        outputs=(Argument("out", g.dtype),),
+        constants={
+            "HEADS": g.heads,
+            "LATENT": g.latent,
+            "BLOCK_L": power(g.latent),
+            "SPLITS": power(most_splits, 1),
+        },
+        grid=lambda v: (g.heads, v["rows"]),
+        warps=4,
+    )
+
+
+@dataclass(frozen=True)
+class IndexTiles:
+    """Tiles of the index scores: queries per program, tokens per step, warps, stages."""
+
+    queries: int = 1
+    tokens: int = 128
+    warps: int = 4
+    stages: int = 3
+
+
+def score_tokens(g: Geometry, tiles: IndexTiles = IndexTiles()) -> KernelSpec:  # noqa: B008
+    """Index scores. Grid names: B, S, N, run."""
+    return KernelSpec(
+        name="dsa_index_scores",
+        function=index.score_tokens,
+        inputs=(
+            Argument("index_query", g.dtype),
+            Argument("index_keys", g.dtype),
+            Argument("head_weights", g.dtype),
+            *_CALL,
+        ),
+        scalars=("S", "C", "N", "run"),
+        outputs=(Argument("scores", "float32"),),
+        constants={
+            "HEADS": g.index_heads,
+            "WIDTH": g.index_width,
+            "BLOCK_D": power(g.index_width),
+            "BLOCK_H": power(g.index_heads),
+            "BLOCK_Q": tiles.queries,
+            "BLOCK_N": tiles.tokens,
+            "DOT": dot_type(g),
+            "STAGES": tiles.stages,
+        },
+        grid=lambda v: (ceil_div(v["N"], v["run"]), ceil_div(v["S"], tiles.queries), v["B"]),
+        warps=tiles.warps,
+    )
+
+
+def select_row(g: Geometry, chunk: int, warps: int = 16) -> KernelSpec:
+    """Top-k of rows of at most `chunk` tokens. Grid names: rows."""
+    return KernelSpec(
+        name="dsa_select",
+        function=select.select_row,
+        inputs=(Argument("scores", "float32"), *_CALL),
+        scalars=("S", "N"),
+        outputs=(Argument("tokens", "int32"),),
+        constants={"K": g.kept, "CHUNK": chunk},
+        grid=lambda v: (v["rows"],),
+        warps=warps,
+    )
+
+
+def select_chunk(g: Geometry, chunk: int, warps: int = 16) -> KernelSpec:
+    """Top-k of each chunk of a row. Grid names: rows."""
+    return KernelSpec(
+        name="dsa_select_chunk",
+        function=select.select_chunk,
+        inputs=(Argument("scores", "float32"), *_CALL),
+        scalars=("S", "N", "chunks"),
+        outputs=(Argument("candidates", "int32"), Argument("candidate_bits", "int32")),
+        constants={"K": g.kept, "CHUNK": chunk},
+        grid=lambda v: (v["chunks"], v["rows"]),
+        warps=warps,
+    )
+
+
+def select_among(g: Geometry, chunk: int, warps: int = 16) -> KernelSpec:
+    """Top-k of runs of `chunk` candidates. Grid names: rows."""
+    return KernelSpec(
+        name="dsa_select_among",
+        function=select.select_among,
+        inputs=(Argument("candidates", "int32"), Argument("candidate_bits", "int32")),
+        scalars=("width", "parts"),
+        outputs=(Argument("chosen_tokens", "int32"), Argument("chosen_bits", "int32")),
+        constants={"K": g.kept, "CHUNK": chunk},
+        grid=lambda v: (v["parts"], v["rows"]),
+        warps=warps,
+        working_outputs=frozenset({"chosen_bits"}),
+    )
+
+
+@dataclass(frozen=True)
+class WindowTiles:
+    """Tiles of the window attention.
+
+    Attributes:
+        queries: queries per block, which share one read of the latents.
+        tokens: span entries per tile.
+        reduction: channels per step of the scores.
+        channels: output channels per program.
+    """
+
+    queries: int = 1
+    tokens: int = 64
+    reduction: int = 64
+    channels: int = 256
+    score_warps: int = 4
+    value_warps: int = 8
+    score_stages: int = 4
+    value_stages: int = 3
+
+
+def window_tiles(g: Geometry, tiles: WindowTiles) -> int:
+    """Tiles in the span of one query block."""
+    return triton.cdiv(g.window - 1 + tiles.queries, tiles.tokens)
+
+
+def window_scores(g: Geometry, tiles: WindowTiles = WindowTiles()) -> KernelSpec:  # noqa: B008
+    """Probabilities of a window. Grid names: query_blocks, B."""
+    count = window_tiles(g, tiles)
+    return KernelSpec(
+        name="dsa_window_scores",
+        function=window.window_scores,
+        inputs=(*_queries(g), Argument("cache", g.dtype), *_CALL, Argument("base", "int32")),
+        scalars=("S", "R", "query_blocks"),
+        outputs=(
+            Argument("probabilities", g.dtype),
+            Argument("tile_max", "float32"),
+            Argument("tile_sum", "float32"),
+        ),
+        constants={
+            "SCALE": g.scale,
+            "WINDOW": g.window,
+            "HEADS": g.heads,
+            "LATENT": g.latent,
+            "ROPE": g.rope,
+            "TILES": count,
+            "BLOCK_Q": tiles.queries,
+            "BLOCK_H": power(g.heads),
+            "BLOCK_N": tiles.tokens,
+            "BLOCK_K": tiles.reduction,
+            "BLOCK_R": power(g.rope),
+            "DOT": dot_type(g),
+            "STAGES": tiles.score_stages,
+        },
+        grid=lambda v: (count, v["query_blocks"], v["B"]),
+        warps=tiles.score_warps,
+    )
+
+
+def window_values(g: Geometry, tiles: WindowTiles = WindowTiles()) -> KernelSpec:  # noqa: B008
+    """Probabilities times latents. Grid names: query_blocks, B."""
+    count = window_tiles(g, tiles)
+    channels = min(tiles.channels, power(g.latent))
+    return KernelSpec(
+        name="dsa_window_values",
+        function=window.window_values,
+        inputs=(
+            Argument("probabilities", g.dtype),
+            Argument("tile_max", "float32"),
+            Argument("tile_sum", "float32"),
+            Argument("cache", g.dtype),
+            *_CALL,
+            Argument("base", "int32"),
+            Argument("gate", g.dtype),
+        ),
+        scalars=("S", "R", "query_blocks"),
+        outputs=(Argument("out", g.dtype),),
+        constants={
+            "WINDOW": g.window,
+            "HEADS": g.heads,
+            "LATENT": g.latent,
+            "ROPE": g.rope,
+            "TILES": count,
+            "BLOCK_T": power(count, 1),
+            "BLOCK_Q": tiles.queries,
+            "BLOCK_H": power(g.heads),
+            "BLOCK_N": tiles.tokens,
+            "BLOCK_V": channels,
+            "DOT": dot_type(g),
+            "STAGES": tiles.value_stages,
+        },
+        grid=lambda v: (ceil_div(g.latent, channels), v["query_blocks"], v["B"]),
+        warps=tiles.value_warps,
+    )
+
+
+@dataclass(frozen=True)
+class DenseTiles:
+    """Tiles of the dense attention: queries and tokens per step, warps, stages."""
+
+    queries: int = 128
+    tokens: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+def attend_dense(g: Geometry, tiles: DenseTiles = DenseTiles()) -> KernelSpec:  # noqa: B008
+    """Attention over expanded keys and values. Grid names: B, S."""
+    first = 1 << (g.nope.bit_length() - 1)
+    rest = g.nope - first
+    return KernelSpec(
+        name="dsa_attend_dense",
+        function=dense.attend_dense,
+        inputs=(
+            Argument("q_nope", g.dtype),
+            Argument("q_rope", g.dtype),
+            Argument("expanded", g.dtype),
+            Argument("cache", g.dtype),
+            *_CALL,
+            Argument("gate", g.dtype),
+        ),
+        scalars=("S", "N", "C"),
+        outputs=(Argument("out", g.dtype),),
+        constants={
+            "SCALE": g.scale,
+            "WINDOW": g.window,
+            "HEADS": g.heads,
+            "NOPE": g.nope,
+            "ROPE": g.rope,
+            "VALUE": g.value,
+            "LATENT": g.latent,
+            "BLOCK_M": tiles.queries,
+            "BLOCK_N": tiles.tokens,
+            "FIRST": first,
+            "SECOND": power(rest) if rest else 0,
+            "BLOCK_R": power(g.rope),
+            "BLOCK_V": power(g.value),
+            "DOT": dot_type(g),
+            "STAGES": tiles.stages,
+        },
+        grid=lambda v: (ceil_div(v["S"], tiles.queries), g.heads, v["B"]),
+        warps=tiles.warps,
+    )
