@@ -3,6 +3,7 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3))
 VENV   := .venv
 BIN    := $(VENV)/bin
 FAMILY ?= qwen38
+DEMO   ?= demo
 # Installed first: pip then keeps a CPU build of this release where the index offers one.
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
@@ -13,7 +14,7 @@ TEST_EXTRAS := rtx,serve,kernels,media,quantize,test,lint
 .PHONY: demo test lint format docs clean
 
 demo: $(VENV)/.stamp-demo
-	$(BIN)/python -m build_scripts.demo --family $(FAMILY) demo/$(FAMILY)
+	$(BIN)/python -m build_scripts.demo --family $(FAMILY) $(DEMO)/$(FAMILY)
 
 # One thread per worker: the models are small, and threads of several workers only get in each
 # other's way.

@@ -174,7 +174,7 @@ def _engine(path: Path) -> Description:
     facts = {
         "producer": config.producer,
         "flavor": f"{config.flavor} {config.tensorrt_version}",
-        "targets": [f"{t // 10}.{t % 10}" for t in config.targets],
+        "targets": list(config.targets),
         "plugins": [plugin.name for plugin in config.plugins],
         "architecture": config.pretrained_config["architecture"],
         "dtype": config.pretrained_config["dtype"],

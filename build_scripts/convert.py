@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from build_scripts import options
+from build_scripts import options, output
 
 
 def command(
@@ -28,3 +28,11 @@ def command(
       build-engine convert Qwen3.8-Flash-Next checkpoint
       build-engine convert Qwen3.8-Flash-Next checkpoint --dtype float32
     """
+    from converters.checkpoint.convert import convert
+
+    with output.reserved_stdout(json):
+        report = convert(hf_dir, ckpt_dir, dtype.value if dtype else None)
+    if json:
+        output.emit_json(report.as_dict())
+    else:
+        print("\n".join(report.lines()))

@@ -32,15 +32,19 @@ def command(
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 is greedy.")
-    ] = 0.0,
+        float | None,
+        typer.Option("--temperature", help="0 is greedy; default: 1 with --top-k/--top-p, else 0."),
+    ] = None,
     top_k: Annotated[
-        int, typer.Option("--top-k", min=0, help="Sample among the k best; 0: all.")
-    ] = 0,
+        int | None, typer.Option("--top-k", help="Sample among the k most likely tokens.")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample among this much mass.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampler.")] = 0,
+        float | None,
+        typer.Option("--top-p", help="Sample among the fewest tokens with this probability."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of the sampler; default: a fresh one.")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
     ] = False,
@@ -66,7 +70,7 @@ def command(
         result = generation.run(
             engine_dir,
             generation.Prompt(text=prompt, ids=ids, ids_file=ids_file),
-            generation.Sampling(max_new_tokens, temperature, top_k, top_p, seed, ignore_eos),
+            generation.Wish(max_new_tokens, temperature, top_k, top_p, seed, ignore_eos),
             logits_path=logits,
             tokenizer_dir=tokenizer,
             executor=executor.value,

@@ -1,0 +1,181 @@
+"""The work of `run`: one prompt through an engine directory, without a server."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from build_scripts import output
+from plugins.support.errors import InputError, UsageError
+from runtime.engine import Engine
+from runtime.requests import GenerationRequest
+from runtime.sampling import SamplingParams
+from runtime.session import Session, prompt_logits
+from triton_repo.frontend.detokenize import Detokenizer
+from triton_repo.frontend.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The three ways to give a prompt; exactly one is set."""
+
+    text: str | None = None
+    ids: str | None = None
+    ids_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.text, self.ids, self.ids_file) if value is not None]
+        if len(given) != 1:
+            raise UsageError(
+                "give exactly one prompt",
+                expected="one of --prompt TEXT, --ids 1,2,3 and --ids-file FILE",
+                found=f"{len(given)} of them",
+            )
+
+    def token_ids(self, tokenizer: Tokenizer | None) -> list[int]:
+        """The prompt's ids. Raises InputError for a file or list that holds no ids."""
+        if self.text is not None:
+            if tokenizer is None:
+                raise InputError(
+                    "a text prompt needs a tokenizer and the engine directory has none",
+                    fix="give --tokenizer DIR, or the prompt as --ids 1,2,3",
+                )
+            return tokenizer.encode(self.text, add_special_tokens=True, want_offsets=False).ids
+        if self.ids is not None:
+            return _parse_ids(self.ids, "--ids")
+        assert self.ids_file is not None
+        return _parse_ids(self.ids_file.read_text(), str(self.ids_file))
+
+
+def _parse_ids(text: str, where: str) -> list[int]:
+    words = re.split(r"[\s,\[\]]+", text.strip())
+    try:
+        return [int(word) for word in words if word]
+    except ValueError as error:
+        raise InputError(
+            "not a list of token ids",
+            where=where,
+            expected="whole numbers between commas, blanks or line ends",
+            found=str(error).rpartition(":")[2].strip(),
+        ) from None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How the continuation is made; None means the runtime's own default."""
+
+    max_new_tokens: int
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+def run(
+    engine_dir: Path,
+    prompt: Prompt,
+    wish: Wish,
+    *,
+    logits_path: Path | None,
+    tokenizer_dir: Path | None,
+    executor: str,
+    device: str,
+    stream: bool,
+) -> dict[str, Any]:
+    """Run one prompt; with `stream` the text (or the ids) goes to standard output as it comes.
+
+    Returns the object that `run --json` prints.
+    """
+    sampling = SamplingParams(
+        temperature=wish.temperature, top_k=wish.top_k, top_p=wish.top_p, seed=wish.seed
+    )
+    start = time.perf_counter()
+    engine = Engine.load(engine_dir, executor=executor, device=device)
+    try:
+        loaded = time.perf_counter()
+        source = tokenizer_dir or engine.tokenizer_dir
+        tokenizer = load_tokenizer(source) if source else None
+        ids = prompt.token_ids(tokenizer)
+        limits = engine.config.build_config
+        output.say(
+            f"{engine.executor.name}: {engine.reason}; max_batch_size {limits.max_batch_size}, "
+            f"max_seq_len {limits.max_seq_len}, max_input_len {limits.max_input_len}, "
+            f"chunk {engine.config.chunk_tokens}"
+        )
+        end_ids = () if wish.ignore_eos else engine.config.pretrained_config["eos_token_id"]
+        request = GenerationRequest(ids, max(1, wish.max_new_tokens), sampling, end_ids)
+        request.check(engine.config)
+        timings = {"load_s": loaded - start}
+        if logits_path is not None:
+            timings["logits_s"] = _write_logits(engine, ids, logits_path)
+        result: dict[str, Any] = {"prompt_ids": ids, "output_ids": [], "text": ""}
+        result["finish_reason"] = "length"
+        if wish.max_new_tokens > 0:
+            result |= _generate(engine, request, tokenizer, stream, timings)
+        result["executor"] = engine.executor.name
+    finally:
+        engine.close()
+    result["timings"] = {key: round(value, 6) for key, value in timings.items()}
+    if logits_path is not None:
+        result["logits"] = str(logits_path)
+    return result
+
+
+def _generate(
+    engine: Engine,
+    request: GenerationRequest,
+    tokenizer: Tokenizer | None,
+    stream: bool,
+    timings: dict[str, float],
+) -> dict[str, Any]:
+    """Submit the request, pass its text on as it comes, and collect the answer."""
+    detokenizer = Detokenizer(tokenizer, request.prompt_ids) if tokenizer else None
+    output_ids: list[int] = []
+    parts: list[str] = []
+    reason = None
+
+    def show(piece: str) -> None:
+        parts.append(piece)
+        if stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    start = time.perf_counter()
+    with closing(Session(engine)) as session:
+        for event in session.submit(request):
+            if event.error is not None:
+                raise InputError("the generation failed", found=event.error)
+            reason = event.finish_reason
+            if event.token_id is None:
+                continue
+            if not output_ids:
+                timings["first_token_s"] = time.perf_counter() - start
+            output_ids.append(event.token_id)
+            if detokenizer is None:
+                show(f"{event.token_id} ")
+            else:
+                show(detokenizer.feed(event.token_id))
+        if detokenizer is not None:
+            show(detokenizer.flush())
+    timings["generate_s"] = time.perf_counter() - start
+    if stream:
+        sys.stdout.write("\n")
+    text = "".join(parts) if detokenizer is not None else ""
+    return {"output_ids": output_ids, "text": text, "finish_reason": reason}
+
+
+def _write_logits(engine: Engine, ids: list[int], path: Path) -> float:
+    start = time.perf_counter()
+    values = prompt_logits(engine, ids).float().cpu().numpy()
+    with path.open("wb") as file:
+        np.save(file, values.astype(np.float32, copy=False))
+    output.say(f"logits of {values.shape[0]} prompt tokens: {path} {list(values.shape)} float32")
+    return time.perf_counter() - start
