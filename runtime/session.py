@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +25,10 @@ from runtime.requests import (
 from runtime.sampling import SamplingParams
 from runtime.scheduler import Job, Scheduler, Totals
 
+LOG = logging.getLogger(__name__)
+
+Deliver = Callable[[TokenEvent], None]
+
 __all__ = [
     "GenerationHandle",
     "GenerationRequest",
@@ -37,13 +42,30 @@ __all__ = [
 
 
 class GenerationHandle:
-    """The answer to one request, as it comes. Iterate it once, from one thread."""
+    """The answer to one request, as it comes. Iterate it once, from one thread.
 
-    def __init__(self, session: Session, request: GenerationRequest) -> None:
+    Args:
+        session: that runs the request.
+        request: what was asked.
+        deliver: gets the events instead; then there is nothing to iterate.
+    """
+
+    def __init__(
+        self, session: Session, request: GenerationRequest, deliver: Deliver | None = None
+    ) -> None:
         self._session = session
         self._events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        self._job = Job(request, self._events.put, Timings(arrival=time.monotonic_ns()))
+        self._deliver = deliver or self._events.put
+        self._job = Job(request, self._emit, Timings(arrival=time.monotonic_ns()))
         self._last: TokenEvent | None = None
+
+    def _emit(self, event: TokenEvent) -> None:
+        try:
+            self._deliver(event)
+        except Exception:
+            # Whoever asked is gone or broken; the engine and everybody else must not notice.
+            LOG.exception("an answer could not be delivered; its request is cancelled")
+            self._job.cancelled = True
 
     @property
     def timings(self) -> Timings:
@@ -134,15 +156,22 @@ class Session:
             self._worker = threading.Thread(target=self._run, name="session", daemon=True)
             self._worker.start()
 
-    def submit(self, request: GenerationRequest) -> GenerationHandle:
+    def submit(
+        self, request: GenerationRequest, deliver: Deliver | None = None
+    ) -> GenerationHandle:
         """Queue a request; its tokens come through the handle.
+
+        Args:
+            request: what is asked.
+            deliver: called with every event, in order, on the thread that drives the session; it
+                must return quickly. None = iterate the handle.
 
         Raises UsageError naming a parameter the engine cannot serve, or when the session is
         closed; QueueFullError when `max_queue` requests wait; CapabilityError after the engine
         has failed for good.
         """
         request.check(self.engine.config)
-        handle = GenerationHandle(self, request)
+        handle = GenerationHandle(self, request, deliver)
         with self._wake:
             if self._broken is not None:
                 raise CapabilityError(

@@ -129,6 +129,27 @@ def test_random_arrivals_and_cancellations(
         assert sum(stats.totals.finished.values()) == len(actions)
 
 
+def test_events_can_be_delivered_to_a_function(engine: Engine, answer: Answer) -> None:
+    got: dict[int, list[TokenEvent]] = {n: [] for n in range(6)}
+    with Session(engine) as session:
+        for number, events in got.items():
+            session.submit(GenerationRequest(_prompt(number + 5), 7), events.append)
+    for number, events in got.items():
+        assert [event.token_id for event in events] == answer(_prompt(number + 5), 7)
+        assert [event.finish_reason for event in events] == [None] * 6 + ["length"]
+
+
+def test_function_that_raises_ends_its_own_request_only(engine: Engine, answer: Answer) -> None:
+    def broken(event: TokenEvent) -> None:
+        raise BrokenPipeError("nobody is there")
+
+    with Session(engine) as session:
+        session.submit(GenerationRequest(_prompt(5), 150), broken)
+        assert session.submit(GenerationRequest(_prompt(6), 9)).result()[0] == answer(_prompt(6), 9)
+    assert session.stats().totals.finished["cancelled"] == 1
+    assert _executor(engine).occupied == set()
+
+
 def test_cancelled_request_stops_within_one_step(engine: Engine) -> None:
     with Session(engine, threaded=False) as session:
         handle = session.submit(GenerationRequest(_prompt(5), 100))
