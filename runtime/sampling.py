@@ -12,6 +12,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,10 @@ from plugins.support.errors import UsageError
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 MAX_TOP_LOG_PROBS = 100
+# Tokens that a top-p row looks at before it sorts the whole vocabulary.
+_FIRST_CANDIDATES = 1024
+
+_Filter = Literal["all", "top_k", "top_p"]
 
 
 @dataclass(frozen=True)
@@ -213,12 +218,12 @@ def choose_tokens(logits: torch.Tensor, choosers: Sequence[TokenChooser]) -> lis
     chosen = best.tolist()
     problems = _problems(best_value, normaliser)
 
-    groups: dict[int, list[int]] = defaultdict(list)
+    groups: dict[tuple[_Filter, int], list[int]] = defaultdict(list)
     for row, chooser in enumerate(choosers):
         if problems[row] is None and chooser.params.effective_temperature > 0:
-            groups[_candidates(chooser.params, vocab)].append(row)
-    for candidates, rows in groups.items():
-        picked = _sample(adjusted[rows], [choosers[row] for row in rows], candidates)
+            groups[_filter(chooser.params, vocab)].append(row)
+    for (kind, candidates), rows in groups.items():
+        picked = _sample(adjusted[rows], [choosers[row] for row in rows], kind, candidates)
         for row, token in zip(rows, picked, strict=True):
             chosen[row] = token
 
@@ -259,43 +264,66 @@ def _problems(best: torch.Tensor, normaliser: torch.Tensor) -> list[str | None]:
     return problems
 
 
-def _candidates(params: SamplingParams, vocab: int) -> int:
-    """How many of the most likely tokens are looked at: a power of two >= top_k, or all."""
-    if not params.top_k:
-        return vocab
-    return min(vocab, 1 << (params.top_k - 1).bit_length())
+def _filter(params: SamplingParams, vocab: int) -> tuple[_Filter, int]:
+    """How candidates are found, and how many of the most likely tokens are looked at first."""
+    if params.top_k:
+        return "top_k", min(vocab, 1 << (params.top_k - 1).bit_length())
+    if params.top_p is not None and params.top_p < 1.0:
+        return "top_p", min(vocab, _FIRST_CANDIDATES)
+    return "all", vocab
 
 
-def _sample(logits: torch.Tensor, choosers: Sequence[TokenChooser], candidates: int) -> list[int]:
+def _sample(
+    logits: torch.Tensor, choosers: Sequence[TokenChooser], kind: _Filter, candidates: int
+) -> list[int]:
     """Sample from `logits` [R, V], looking at the `candidates` most likely tokens of each row."""
-    rows, vocab = logits.shape
-    device = logits.device
+    vocab, device = logits.shape[-1], logits.device
 
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)
 
     temperature = column([chooser.params.effective_temperature for chooser in choosers])
-    top_k = column([chooser.params.top_k or vocab for chooser in choosers])
-    top_p = column([1.0 if (p := chooser.params.top_p) is None else p for chooser in choosers])
     draws = column([chooser.uniform() for chooser in choosers])
-
-    if candidates < vocab:
-        values, ids = torch.topk(logits, candidates, dim=-1)
-    else:
-        values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    rank = torch.arange(candidates, device=device)
     # The best value is subtracted first, so that a tiny temperature does not overflow.
-    scaled = (values.double() - values[:, :1].double()) / temperature
-    scaled = scaled.masked_fill(rank >= top_k, -math.inf)
-    probabilities = torch.softmax(scaled, dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept = torch.where((before < top_p) | (rank == 0), probabilities, 0.0)
-    cumulated = kept.cumsum(dim=-1)
-    target = draws * cumulated[:, -1:]
-    place = (cumulated <= target).sum(dim=-1, keepdim=True)
-    last_kept = (kept > 0).sum(dim=-1, keepdim=True) - 1
-    picked: list[int] = ids.gather(-1, torch.minimum(place, last_kept)).reshape(rows).tolist()
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.float()
+    if kind == "all":
+        return _draw(torch.softmax(scaled, dim=-1).double(), draws).tolist()
+
+    values, ids = (
+        torch.topk(scaled, candidates, dim=-1)
+        if candidates < vocab
+        else torch.sort(scaled, dim=-1, descending=True, stable=True)
+    )
+    rank = torch.arange(candidates, device=device)
+    if kind == "top_k":
+        top_k = column([chooser.params.top_k or vocab for chooser in choosers])
+        values = values.masked_fill(rank >= top_k, -math.inf)
+        probabilities = torch.softmax(values, dim=-1).double()
+    else:
+        probabilities = torch.softmax(scaled, dim=-1).gather(-1, ids).double()
+    top_p = column([1.0 if (p := chooser.params.top_p) is None else p for chooser in choosers])
+    reached = probabilities.cumsum(dim=-1)
+    kept = torch.where((reached - probabilities < top_p) | (rank == 0), probabilities, 0.0)
+    picked: list[int] = ids.gather(-1, _draw(kept, draws).unsqueeze(-1)).squeeze(-1).tolist()
+    if kind == "top_p" and candidates < vocab:
+        # A flat distribution needs more candidates than were looked at.
+        flat = (reached[:, -1:] < top_p).squeeze(-1).nonzero().squeeze(-1).tolist()
+        if flat:
+            again = _sample(logits[flat], [choosers[row] for row in flat], kind, vocab)
+            for row, token in zip(flat, again, strict=True):
+                picked[row] = token
     return picked
+
+
+def _draw(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Places drawn in proportion to `weights` [R, N] by numbers in [0, 1) [R, 1]; int64 [R]."""
+    cumulated = weights.cumsum(dim=-1)
+    target = draws * cumulated[:, -1:]
+    place = torch.searchsorted(cumulated, target, right=True).squeeze(-1)
+    # Rounding can point behind the last place that has any weight.
+    places = torch.arange(weights.shape[-1], device=weights.device)
+    last = torch.where(weights > 0, places, 0).amax(dim=-1)
+    return torch.minimum(place, last)
 
 
 def _top_log_probs(

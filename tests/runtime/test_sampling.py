@@ -104,6 +104,16 @@ def test_drawn_ids_are_those_of_the_definition(
         assert counts[token] / draws == pytest.approx(probability, abs=1.01 / draws)
 
 
+def test_flat_distributions_look_at_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few first candidates give what many give, for rows that need few and rows that need many."""
+    logits = torch.stack([_logits(1, seed)[0] * (0.05 if seed % 2 else 2.0) for seed in range(40)])
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    choosers = [_Fixed(params, VOCAB, draw=(row + 0.5) / 40) for row in range(40)]
+    expected = choose_tokens(logits, choosers)
+    monkeypatch.setattr("runtime.sampling._FIRST_CANDIDATES", 3)
+    assert choose_tokens(logits, choosers) == expected
+
+
 class _Fixed(TokenChooser):
     """A chooser whose random number is given."""
 
