@@ -1,0 +1,1 @@
+"""Kernels in the Triton language compiled ahead of time, for TensorRT and for direct launches."""

@@ -1,0 +1,109 @@
+"""Launch compiled kernels through the CUDA driver, exactly as TensorRT does.
+
+Arguments are the device addresses of the inputs, 32-bit integers and the device addresses of the
+outputs, nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.aot.compile import CompiledKernel
+from plugins.aot.spec import KernelSpec
+from plugins.support.errors import CapabilityError, ToolchainError
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise CapabilityError(
+            "the CUDA driver bindings are not installed", fix="pip install cuda-bindings"
+        ) from error
+    return driver
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    status, *values = result
+    if int(status) != 0:
+        raise ToolchainError(what, found=str(status))
+    return values[0] if values else None
+
+
+class LoadedKernel:
+    """A compiled kernel in the current device's context.
+
+    Raises CapabilityError when the driver bindings are missing and ToolchainError when the driver
+    refuses the PTX.
+    """
+
+    def __init__(self, kernel: CompiledKernel) -> None:
+        kernel.check()
+        self.kernel = kernel
+        self._driver = driver = _driver()
+        torch.cuda.current_stream()  # creates the context that the module is loaded into
+        module = _check(
+            driver.cuModuleLoadData(kernel.ptx.encode() + b"\0"),
+            f"the driver refuses the kernel {kernel.name}",
+        )
+        self._module = module
+        self._function = _check(
+            driver.cuModuleGetFunction(module, kernel.name.encode()), "no such kernel"
+        )
+        attribute = driver.CUfunction_attribute
+        _check(
+            driver.cuFuncSetAttribute(
+                self._function,
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                kernel.shared_bytes,
+            ),
+            f"not enough shared memory for the kernel {kernel.name}",
+        )
+        self.registers = _check(
+            driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function),
+            "no attribute",
+        )
+        self.local_bytes = _check(
+            driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, self._function),
+            "no attribute",
+        )
+
+    def launch(self, grid: Sequence[int], arguments: Sequence[Tensor | int]) -> None:
+        """Launch on torch's current stream; tensors give their address."""
+        values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+        types = tuple(
+            ctypes.c_void_p if isinstance(a, Tensor) else ctypes.c_int32 for a in arguments
+        )
+        x, y, z = (*grid, 1, 1)[:3]
+        _check(
+            self._driver.cuLaunchKernel(
+                self._function,
+                x,
+                y,
+                z,
+                self.kernel.threads,
+                1,
+                1,
+                self.kernel.shared_bytes,
+                torch.cuda.current_stream().cuda_stream,
+                (values, types),
+                0,
+            ),
+            f"the launch of {self.kernel.name} failed",
+        )
+
+    def run(
+        self, spec: KernelSpec, tensors: Mapping[str, Tensor], values: Mapping[str, int]
+    ) -> None:
+        """Launch with the grid and the argument order of `spec`."""
+        arguments: list[Tensor | int] = [tensors[a.name] for a in spec.inputs]
+        arguments += [values[name] for name in spec.scalars]
+        arguments += [tensors[a.name] for a in spec.outputs]
+        grid = spec.grid(values)
+        if all(extent > 0 for extent in grid):
+            self.launch(grid, arguments)

@@ -1,0 +1,92 @@
+"""A kernel with everything that is known when an engine is built.
+
+One description serves the three ways in which a kernel runs: just in time on a GPU, in Triton's
+interpreter on a CPU, and compiled ahead of time for TensorRT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from plugins.support.errors import UsageError
+
+# The grid of a kernel from its integers; the values are ints or symbolic expressions.
+Grid = Callable[[Mapping[str, Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor argument: its name in the kernel's signature and its element type (our name)."""
+
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel, its arguments in TensorRT's order, its constants and its launch.
+
+    Attributes:
+        name: names the operation, e.g. "qsa_attend".
+        function: the `triton.jit` function; its parameters are `inputs`, `scalars`, `outputs`,
+            then `constants`, in this order.
+        inputs, outputs: tensor arguments.
+        scalars: 32-bit integers that depend on the shapes of a call.
+        constants: compile-time constants.
+        grid: launch grid as a function of the scalars and of the names in `grid_names`.
+        warps: warps per program.
+        working_outputs: outputs that are working space, not results.
+    """
+
+    name: str
+    function: Any
+    inputs: tuple[Argument, ...]
+    scalars: tuple[str, ...]
+    outputs: tuple[Argument, ...]
+    constants: Mapping[str, Any]
+    grid: Grid
+    warps: int = 4
+    working_outputs: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        declared = [a.name for a in self.inputs] + list(self.scalars)
+        declared += [a.name for a in self.outputs] + list(self.constants)
+        names = list(self.function.arg_names)
+        if declared != names:
+            raise UsageError(
+                "the arguments of a kernel are not in TensorRT's order",
+                where=self.name,
+                expected="inputs, integers, outputs, constants: " + ", ".join(names),
+                found=", ".join(declared),
+            )
+
+    @property
+    def tensors(self) -> tuple[Argument, ...]:
+        """All tensor arguments, inputs first."""
+        return self.inputs + self.outputs
+
+    def launch(self, tensors: Mapping[str, Tensor], values: Mapping[str, int]) -> None:
+        """Run on the tensors' device, or in the interpreter when TRITON_INTERPRET is set.
+
+        Args:
+            tensors: every tensor argument by name, contiguous.
+            values: every scalar and every further name that the grid uses.
+        """
+        arguments: list[Any] = [tensors[a.name] for a in self.inputs]
+        arguments += [values[name] for name in self.scalars]
+        arguments += [tensors[a.name] for a in self.outputs]
+        grid = self.grid(values)
+        if all(extent > 0 for extent in grid):
+            self.function[grid](*arguments, **self.constants, num_warps=self.warps)
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """(a + b - 1) // b for ints and symbolic expressions alike."""
+    if isinstance(a, int) and isinstance(b, int):
+        return triton.cdiv(a, b)
+    return (a + b - 1) // b

@@ -1,0 +1,352 @@
+"""Decode attention over selected blocks: each query row reads its own blocks.
+
+The work of a row and a key head is cut into `splits` runs of columns; a column is one token of one
+selected block, the incomplete tail being the block behind the last selected one. Scores are
+computed transposed, tokens x heads: the tokens then fill the long side of the matrix instruction
+and the 12 heads of a group its short side, where heads x tokens would leave most of it empty.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Finite stand-in for minus infinity: the difference of two of them is 0, not NaN.
+LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _walk(
+    query,
+    blocks,
+    keys,
+    values,
+    first_column,
+    last_column,
+    kept,
+    visible,
+    position,
+    scale,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Online softmax over the columns [first_column, last_column) of one row and key head.
+
+    `query` is [D, HEADS]; returns the sum [D, HEADS], the maximum and the normalizer [HEADS], all
+    in powers of two.
+    """
+    lanes = tl.arange(0, TOKENS)
+    dims = tl.arange(0, D)
+    maximum = tl.full((HEADS,), LOWEST, tl.float32)
+    # Kept per token lane and summed once at the end: no reduction across warps inside the loop.
+    normalizer = tl.zeros((TOKENS, HEADS), tl.float32)
+    total = tl.zeros((D, HEADS), tl.float32)
+    for start in tl.range(first_column, last_column, TOKENS, num_stages=STAGES):
+        column = start + lanes
+        entry = column // RATIO
+        block = tl.load(blocks + entry, mask=entry < kept, other=-1)
+        block = tl.where(entry == kept, visible, block)
+        token = block * RATIO + column % RATIO
+        used = (block >= 0) & (token <= position) & (column < last_column)
+        offset = tl.where(used, token, 0)[:, None].to(tl.int64) * D + dims[None, :]
+        key = tl.load(keys + offset, mask=used[:, None], other=0.0).to(DOT)
+        score = tl.dot(key, query) * scale
+        score = tl.where(used[:, None], score, LOWEST)
+        highest = tl.maximum(maximum, tl.max(score, axis=0))
+        decay = tl.exp2(maximum - highest)
+        weight = tl.where(used[:, None], tl.exp2(score - highest[None, :]), 0.0)
+        normalizer = normalizer * decay[None, :] + weight
+        value = tl.load(values + offset, mask=used[:, None], other=0.0).to(DOT)
+        total = tl.dot(tl.trans(value), weight.to(DOT), acc=total * decay[None, :])
+        maximum = highest
+    return total, maximum, tl.sum(normalizer, axis=0)
+
+
+@triton.jit
+def _halves(pair):
+    """The two e4m3 values in 16-bit words, as float16 (exact): low byte, high byte."""
+    low = (pair & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    high = ((pair >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return low, high
+
+
+@triton.jit
+def _walk_fp8(
+    even_query,
+    odd_query,
+    blocks,
+    keys,
+    values,
+    first_column,
+    last_column,
+    kept,
+    visible,
+    position,
+    scale,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`_walk` over e4m3 caches; channels come in pairs, even and odd ones in separate tiles.
+
+    Hardware transposes tiles of 16-bit elements only. Two neighbouring channels are therefore
+    moved as one 16-bit word and parted in registers.
+    """
+    HALF: tl.constexpr = D // 2
+    lanes = tl.arange(0, TOKENS)
+    pairs = tl.arange(0, HALF)
+    key_pairs = keys.to(tl.pointer_type(tl.int16))
+    value_pairs = values.to(tl.pointer_type(tl.int16))
+    maximum = tl.full((HEADS,), LOWEST, tl.float32)
+    normalizer = tl.zeros((TOKENS, HEADS), tl.float32)
+    even_total = tl.zeros((HALF, HEADS), tl.float32)
+    odd_total = tl.zeros((HALF, HEADS), tl.float32)
+    for start in tl.range(first_column, last_column, TOKENS, num_stages=STAGES):
+        column = start + lanes
+        entry = column // RATIO
+        block = tl.load(blocks + entry, mask=entry < kept, other=-1)
+        block = tl.where(entry == kept, visible, block)
+        token = block * RATIO + column % RATIO
+        used = (block >= 0) & (token <= position) & (column < last_column)
+        offset = tl.where(used, token, 0)[:, None].to(tl.int64) * HALF + pairs[None, :]
+        even, odd = _halves(tl.load(key_pairs + offset, mask=used[:, None], other=0))
+        score = tl.dot(even.to(DOT), even_query)
+        score = tl.dot(odd.to(DOT), odd_query, acc=score) * scale
+        score = tl.where(used[:, None], score, LOWEST)
+        highest = tl.maximum(maximum, tl.max(score, axis=0))
+        decay = tl.exp2(maximum - highest)
+        weight = tl.where(used[:, None], tl.exp2(score - highest[None, :]), 0.0)
+        normalizer = normalizer * decay[None, :] + weight
+        value = tl.trans(tl.load(value_pairs + offset, mask=used[:, None], other=0))
+        even_value, odd_value = _halves(value)
+        even_total = tl.dot(even_value.to(DOT), weight.to(DOT), acc=even_total * decay[None, :])
+        odd_total = tl.dot(odd_value.to(DOT), weight.to(DOT), acc=odd_total * decay[None, :])
+        maximum = highest
+    return even_total, odd_total, maximum, tl.sum(normalizer, axis=0)
+
+
+@triton.jit
+def _row(past, new, row, S, RATIO: tl.constexpr, K: tl.constexpr):
+    """Position, visible and kept blocks of a row; a padding row has position -1."""
+    slot = row // S
+    step = row % S
+    position = tl.where(step < tl.load(new + slot), tl.load(past + slot) + step, -1)
+    visible = (position + 1) // RATIO
+    return slot, step, position, visible, tl.minimum(visible, K)
+
+
+@triton.jit
+def _columns(position, visible, kept, split, splits, RATIO: tl.constexpr, TOKENS: tl.constexpr):
+    """First and last column of a split. Whole tiles per split; the tail goes to the last one."""
+    columns = position + 1 - (visible - kept) * RATIO
+    run = tl.cdiv(tl.cdiv(kept * RATIO, splits), TOKENS) * TOKENS
+    first = split * run
+    last = tl.where(split == splits - 1, columns, tl.minimum(first + run, columns))
+    return tl.minimum(first, last), last
+
+
+@triton.jit
+def _load_query(
+    q, slot, step, S, first_head, FIRST: tl.constexpr, STRIDE: tl.constexpr, HQ: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Channels FIRST, FIRST + STRIDE, ... of a group's queries: [D / STRIDE, HEADS]."""
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, D // STRIDE) * STRIDE + FIRST
+    at = ((slot * HQ + first_head + heads[None, :]).to(tl.int64) * S + step) * D + dims[:, None]
+    return tl.load(q + at, mask=heads[None, :] < GROUP, other=0.0).to(DOT)
+
+
+@triton.jit
+def _store_partial(
+    partial, at, total, factor, FIRST: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, D // STRIDE) * STRIDE + FIRST
+    place = at[None, :] * D + dims[:, None]
+    tl.store(partial + place, total * factor[None, :], mask=heads[None, :] < GROUP)
+
+
+@triton.jit
+def _store_gated(
+    out, gate, at, total, factor, FIRST: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, GATE_STRIDE: tl.constexpr, GATE_OFFSET: tl.constexpr,
+):  # fmt: skip
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, D // STRIDE) * STRIDE + FIRST
+    live = heads[None, :] < GROUP
+    gate_at = at[None, :] * GATE_STRIDE + GATE_OFFSET + dims[:, None]
+    opened = tl.sigmoid(tl.load(gate + gate_at, mask=live, other=0.0).to(tl.float32))
+    result = total * factor[None, :] * opened
+    tl.store(out + at[None, :] * D + dims[:, None], result.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def attend_split(
+    q,
+    k_cache,
+    v_cache,
+    blocks,
+    past,
+    new,
+    S,
+    C,
+    rows,
+    splits,
+    partial,
+    partial_lse,
+    K: tl.constexpr,
+    RATIO: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    FP8: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One split of one row and key head: partial output and base-2 log-sum-exp.
+
+    Grid (rows * HK, splits). q [B, HQ, S, D]; caches [B, HK, C, D]; blocks int32 [B, S, K];
+    past, new int32 [B]. partial float32 [splits, rows, HQ, D], partial_lse [splits, rows, HQ].
+    """
+    row = tl.program_id(0) // HK
+    kv_head = tl.program_id(0) % HK
+    split = tl.program_id(1)
+    GROUP: tl.constexpr = HQ // HK
+    heads = tl.arange(0, HEADS)
+    slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
+    first, last = _columns(position, visible, kept, split, splits, RATIO, TOKENS)
+    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
+    keys = k_cache + cache_at
+    values = v_cache + cache_at
+    mine = blocks + row.to(tl.int64) * K
+    at = (split * rows + row).to(tl.int64) * HQ + kv_head * GROUP + heads
+    if FP8:
+        even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
+        odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
+        even, odd, maximum, normalizer = _walk_fp8(
+            even_query, odd_query, mine, keys, values, first, last, kept, visible, position,
+            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
+        )  # fmt: skip
+        safe = tl.where(normalizer > 0, normalizer, 1.0)
+        _store_partial(partial, at, even, V_SCALE / safe, 0, 2, GROUP, D, HEADS)
+        _store_partial(partial, at, odd, V_SCALE / safe, 1, 2, GROUP, D, HEADS)
+    else:
+        query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+        total, maximum, normalizer = _walk(
+            query, mine, keys, values, first, last, kept, visible, position,
+            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
+        )  # fmt: skip
+        safe = tl.where(normalizer > 0, normalizer, 1.0)
+        _store_partial(partial, at, total, V_SCALE / safe, 0, 1, GROUP, D, HEADS)
+    lse = tl.where(normalizer > 0, maximum + tl.log2(safe), LOWEST)
+    tl.store(partial_lse + at, lse, mask=heads < GROUP)
+
+
+@triton.jit
+def attend_whole(
+    q,
+    k_cache,
+    v_cache,
+    blocks,
+    past,
+    new,
+    gate,
+    S,
+    C,
+    out,
+    K: tl.constexpr,
+    RATIO: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    FP8: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    GATE_OFFSET: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Like `attend_split` with one split, gated and final. Grid (rows * HK,).
+
+    gate: [B, S, HQ * GATE_STRIDE], head h's D gate values at h * GATE_STRIDE + GATE_OFFSET.
+    out: [B, S, HQ * D].
+    """
+    row = tl.program_id(0) // HK
+    kv_head = tl.program_id(0) % HK
+    GROUP: tl.constexpr = HQ // HK
+    heads = tl.arange(0, HEADS)
+    slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
+    last = position + 1 - (visible - kept) * RATIO
+    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
+    keys = k_cache + cache_at
+    values = v_cache + cache_at
+    mine = blocks + row.to(tl.int64) * K
+    at = row.to(tl.int64) * HQ + kv_head * GROUP + heads
+    if FP8:
+        even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
+        odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
+        even, odd, maximum, normalizer = _walk_fp8(
+            even_query, odd_query, mine, keys, values, 0, last, kept, visible, position,
+            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
+        )  # fmt: skip
+        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
+        _store_gated(out, gate, at, even, factor, 0, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
+        _store_gated(out, gate, at, odd, factor, 1, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
+    else:
+        query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+        total, maximum, normalizer = _walk(
+            query, mine, keys, values, 0, last, kept, visible, position,
+            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
+        )  # fmt: skip
+        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
+        _store_gated(out, gate, at, total, factor, 0, 1, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
+
+
+@triton.jit
+def merge_splits(
+    partial,
+    partial_lse,
+    gate,
+    rows,
+    splits,
+    out,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    GATE_OFFSET: tl.constexpr,
+):
+    """Weighted sum of the splits of one row and head, gated. Grid (rows, HQ).
+
+    SPLITS: power of two, at least `splits`. gate and out as in `attend_whole`.
+    """
+    at = tl.program_id(0).to(tl.int64) * HQ + tl.program_id(1)
+    dims = tl.arange(0, D)
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    part = split.to(tl.int64) * rows * HQ + at
+    lse = tl.load(partial_lse + part, mask=there, other=LOWEST)
+    value = tl.load(partial + part[:, None] * D + dims[None, :], mask=there[:, None], other=0.0)
+    opened = tl.load(gate + at * GATE_STRIDE + GATE_OFFSET + dims)
+    # A row without any token has LOWEST everywhere: equal weights on zeros give zeros.
+    weight = tl.exp2(lse - tl.max(lse, axis=0))
+    result = tl.sum(value * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    result *= tl.sigmoid(opened.to(tl.float32))
+    tl.store(out + at * D + dims, result.to(out.dtype.element_ty))

@@ -1,0 +1,186 @@
+"""Prefill attention: neighbouring queries read the union of their blocks together.
+
+Neighbours of one sequence choose mostly the same blocks. A tile of ROWS queries therefore walks
+the union of their blocks once, with one mask bit per query; ROWS x 12 heads fill the long side of
+the matrix instruction. The incomplete tails of a tile lie in one short run of tokens, which is
+handled apart, so that only that step compares token positions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from plugins.qsa.kernels.attention import LOG2_E, LOWEST
+
+
+@triton.jit
+def unite_blocks(
+    blocks,
+    past,
+    new,
+    S,
+    words,
+    counts,
+    entries,
+    marks,
+    K: tl.constexpr,
+    RATIO: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Union of the blocks of each tile of ROWS queries. Grid (cdiv(S, ROWS), B).
+
+    blocks int32 [B, S, K]. counts int32 [B, tiles]; entries int32 [B, tiles, ROWS * K]: block id
+    * 2^ROWS + the bits of the queries that keep it, ids ascending. marks int32 [B, tiles, words]
+    is working space of one word per block.
+    """
+    tile = tl.program_id(0)
+    slot = tl.program_id(1)
+    place = slot * tl.num_programs(0) + tile
+    mark = marks + place.to(tl.int64) * words
+    lanes = tl.arange(0, WORDS)
+    first_row = tile * ROWS
+    count = tl.load(new + slot)
+    past_length = tl.load(past + slot)
+    last_row = tl.minimum(first_row + ROWS, count)
+    seen = tl.where(first_row < count, (past_length + last_row) // RATIO, 0)
+    seen = tl.minimum(seen, words)
+    for start in range(0, seen, WORDS):
+        tl.store(mark + start + lanes, 0, mask=start + lanes < seen)
+    tl.debug_barrier()
+    row = tl.arange(0, ROWS_PADDED)
+    entry = tl.arange(0, K)
+    step = first_row + row
+    kept = tl.where(step < count, tl.minimum((past_length + step + 1) // RATIO, K), 0)
+    live = (row[:, None] < ROWS) & (entry[None, :] < kept[:, None])
+    at = (slot.to(tl.int64) * S + step)[:, None] * K + entry[None, :]
+    block = tl.load(blocks + at, mask=live, other=-1)
+    bit = tl.full((ROWS_PADDED, K), 1, tl.int32) << row[:, None]
+    inside = live & (block >= 0) & (block < seen)
+    tl.atomic_or(mark + tl.where(inside, block, 0), bit, mask=inside, sem="relaxed", scope="cta")
+    tl.debug_barrier()
+    total = tl.zeros((), tl.int32)
+    out = entries + place.to(tl.int64) * ROWS * K
+    for start in range(0, seen, WORDS):
+        word = start + lanes
+        # Atomics wrote the marks past this multiprocessor's cache.
+        bits = tl.load(mark + word, mask=word < seen, other=0, cache_modifier=".cg")
+        some = (bits != 0).to(tl.int32)
+        rank = total + tl.cumsum(some, axis=0) - some
+        tl.store(out + rank, (word << ROWS) | bits, mask=some > 0)
+        total += tl.sum(some, axis=0)
+    tl.store(counts + place, total)
+
+
+@triton.jit
+def _fold(score, used, weight_type: tl.constexpr, value, total, maximum, normalizer):
+    """One online-softmax step: score [M, N] (base 2), used [M, N], value [N, D]."""
+    score = tl.where(used, score, LOWEST)
+    highest = tl.maximum(maximum, tl.max(score, axis=1))
+    decay = tl.exp2(maximum - highest)
+    weight = tl.where(used, tl.exp2(score - highest[:, None]), 0.0)
+    normalizer = normalizer * decay + tl.sum(weight, axis=1)
+    total = tl.dot(weight.to(weight_type), value, acc=total * decay[:, None])
+    return total, highest, normalizer
+
+
+@triton.jit
+def attend_tile(
+    q,
+    k_cache,
+    v_cache,
+    counts,
+    entries,
+    past,
+    new,
+    gate,
+    S,
+    C,
+    out,
+    K: tl.constexpr,
+    RATIO: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TAIL: tl.constexpr,
+    SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    GATE_OFFSET: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention of ROWS queries of one slot over the union of their blocks and their tails.
+
+    Grid (cdiv(S, ROWS), HK, B). M >= ROWS * HQ / HK and TAIL >= ROWS + RATIO - 1 are powers of
+    two, at least 16. Other arguments as in `unite_blocks` and `attention.attend_whole`.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    slot = tl.program_id(2)
+    place = slot * tl.num_programs(0) + tile
+    GROUP: tl.constexpr = HQ // HK
+    line = tl.arange(0, M)
+    row = line // GROUP
+    head = kv_head * GROUP + line % GROUP
+    step = tile * ROWS + row
+    count = tl.load(new + slot)
+    past_length = tl.load(past + slot)
+    inside = (row < ROWS) & (step < S)
+    valid = (row < ROWS) & (step < count)
+    position = tl.where(valid, past_length + step, -1)
+    dims = tl.arange(0, D)
+    lanes = tl.arange(0, TOKENS)
+    query_at = ((slot * HQ + head).to(tl.int64) * S + step)[:, None] * D + dims[None, :]
+    query = tl.load(q + query_at, mask=valid[:, None], other=0.0).to(DOT)
+    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
+    keys = k_cache + cache_at
+    values = v_cache + cache_at
+    scale = SCALE * LOG2_E
+    maximum = tl.full((M,), LOWEST, tl.float32)
+    normalizer = tl.zeros((M,), tl.float32)
+    total = tl.zeros((M, D), tl.float32)
+
+    first_tail = (past_length + tile * ROWS + 1) // RATIO * RATIO
+    newer = first_tail + tl.arange(0, TAIL)
+    newest = past_length + tl.minimum(tile * ROWS + ROWS, count) - 1
+    there = (newer <= newest)[:, None]
+    newer_at = newer[:, None].to(tl.int64) * D + dims[None, :]
+    newer_key = tl.load(keys + newer_at, mask=there, other=0.0).to(DOT)
+    newer_value = tl.load(values + newer_at, mask=there, other=0.0).to(DOT)
+    newer_score = tl.dot(query, tl.trans(newer_key)) * scale
+    tail_start = (position + 1) // RATIO * RATIO
+    in_tail = (newer[None, :] <= position[:, None]) & (newer[None, :] >= tail_start[:, None])
+    total, maximum, normalizer = _fold(
+        newer_score, in_tail, DOT, newer_value, total, maximum, normalizer
+    )
+
+    union = tl.load(counts + place) * RATIO
+    list_ = entries + place.to(tl.int64) * ROWS * K
+    for start in tl.range(0, union, TOKENS, num_stages=STAGES):
+        column = start + lanes
+        word = tl.load(list_ + column // RATIO, mask=column < union, other=0)
+        token = (word >> ROWS) * RATIO + column % RATIO
+        offset = token[:, None].to(tl.int64) * D + dims[None, :]
+        key = tl.load(keys + offset).to(DOT)
+        score = tl.dot(query, tl.trans(key)) * scale
+        used = ((word[None, :] >> row[:, None]) & 1) != 0
+        value = tl.load(values + offset).to(DOT)
+        total, maximum, normalizer = _fold(score, used, DOT, value, total, maximum, normalizer)
+
+    safe = tl.where(normalizer > 0, normalizer, 1.0)
+    at = (slot.to(tl.int64) * S + step) * HQ + head
+    opened = tl.load(
+        gate + at[:, None] * GATE_STRIDE + GATE_OFFSET + dims[None, :],
+        mask=inside[:, None],
+        other=0.0,
+    )
+    result = total * (V_SCALE / safe)[:, None] * tl.sigmoid(opened.to(tl.float32))
+    tl.store(
+        out + at[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside[:, None]
+    )

@@ -1,0 +1,373 @@
+"""Which kernel runs with which tiles: the operations of QSA as kernel descriptions.
+
+Tile sizes were chosen on an H200 (`benchmarks/README.md` has the numbers); they are correct on
+every GPU. Everything here is a function of the geometry and of sizes known at build time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from plugins.aot.spec import Argument, KernelSpec, ceil_div
+from plugins.qsa.kernels import attention, index, prefill, select
+from plugins.qsa.kernels import prepare as preparing
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a QSA layer, all known at build time.
+
+    Attributes:
+        heads, kv_heads, width: attention query heads, key heads, channels per head.
+        index_heads, index_width: index query heads and channels.
+        ratio: tokens per block.
+        blocks: blocks that a query keeps.
+        dtype: activation type.
+        cache_dtype: element type of the key and value caches: `dtype` or float8_e4m3fn.
+        k_scale, v_scale: factors from a stored float8 value to the real one.
+    """
+
+    heads: int = 24
+    kv_heads: int = 2
+    width: int = 256
+    index_heads: int = 4
+    index_width: int = 128
+    ratio: int = 4
+    blocks: int = 512
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the caches hold float8."""
+        return self.cache_dtype == "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile of a kernel: columns per step, warps, pipeline stages."""
+
+    columns: int
+    warps: int
+    stages: int
+
+
+def dot_type(geometry: Geometry) -> Any:
+    """Operand type of matrix products. float16 holds every e4m3 value, and converts faster."""
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return tl.float16 if geometry.fp8 else getattr(tl, geometry.dtype)
+
+
+def _power(value: int, least: int) -> int:
+    return max(least, triton.next_power_of_2(value))
+
+
+_CALL = (Argument("past", "int32"), Argument("new", "int32"))
+
+
+def attention_constants(g: Geometry, tiles: Tiles) -> dict[str, Any]:
+    """Constants that the two decode attention kernels share, in their order."""
+    return {
+        "K": g.blocks,
+        "RATIO": g.ratio,
+        "HQ": g.heads,
+        "HK": g.kv_heads,
+        "D": g.width,
+        "HEADS": _power(g.heads // g.kv_heads, 16),
+        "TOKENS": tiles.columns,
+        "SCALE": g.width**-0.5 * g.k_scale,
+        "V_SCALE": g.v_scale,
+        "FP8": g.fp8,
+    }
+
+
+def _gate_constants(g: Geometry, interleaved: bool) -> dict[str, Any]:
+    return {
+        "GATE_STRIDE": g.width * (2 if interleaved else 1),
+        "GATE_OFFSET": g.width if interleaved else 0,
+    }
+
+
+def _attention_inputs(g: Geometry) -> tuple[Argument, ...]:
+    return (
+        Argument("q", g.dtype),
+        Argument("k_cache", g.cache_dtype),
+        Argument("v_cache", g.cache_dtype),
+        Argument("blocks", "int32"),
+        *_CALL,
+    )
+
+
+def attend_whole(g: Geometry, tiles: Tiles, interleaved_gate: bool = False) -> KernelSpec:
+    """Decode attention, one program per row and key head. Grid names: rows."""
+    return KernelSpec(
+        name="qsa_attend",
+        function=attention.attend_whole,
+        inputs=(*_attention_inputs(g), Argument("gate", g.dtype)),
+        scalars=("S", "C"),
+        outputs=(Argument("out", g.dtype),),
+        constants={
+            **attention_constants(g, tiles),
+            **_gate_constants(g, interleaved_gate),
+            "DOT": dot_type(g),
+            "STAGES": tiles.stages,
+        },
+        grid=lambda v: (v["rows"] * g.kv_heads,),
+        warps=tiles.warps,
+    )
+
+
+def attend_split(g: Geometry, tiles: Tiles) -> KernelSpec:
+    """Decode attention over `splits` runs of columns. Grid names: rows, splits."""
+    return KernelSpec(
+        name="qsa_attend_split",
+        function=attention.attend_split,
+        inputs=_attention_inputs(g),
+        scalars=("S", "C", "rows", "splits"),
+        outputs=(Argument("partial", "float32"), Argument("partial_lse", "float32")),
+        constants={
+            **attention_constants(g, tiles),
+            "DOT": dot_type(g),
+            "STAGES": tiles.stages,
+        },
+        grid=lambda v: (v["rows"] * g.kv_heads, v["splits"]),
+        warps=tiles.warps,
+    )
+
+
+def merge_splits(g: Geometry, most_splits: int, interleaved_gate: bool = False) -> KernelSpec:
+    """Gated sum of up to `most_splits` partial outputs. Grid names: rows."""
+    return KernelSpec(
+        name="qsa_merge",
+        function=attention.merge_splits,
+        inputs=(
+            Argument("partial", "float32"),
+            Argument("partial_lse", "float32"),
+            Argument("gate", g.dtype),
+        ),
+        scalars=("rows", "splits"),
+        outputs=(Argument("out", g.dtype),),
+        constants={
+            "HQ": g.heads,
+            "D": g.width,
+            "SPLITS": _power(most_splits, 2),
+            **_gate_constants(g, interleaved_gate),
+        },
+        grid=lambda v: (v["rows"], g.heads),
+        warps=4,
+    )
+
+
+def score_blocks(g: Geometry, rows: int, tiles: Tiles) -> KernelSpec:
+    """Index scores for tiles of `rows` queries of a slot. Grid names: S, NB, tiles, batch."""
+    tile_rows = _power(rows, _power(16 // _power(g.index_heads, 1), 1))
+    return KernelSpec(
+        name="qsa_score",
+        function=index.score_blocks,
+        inputs=(Argument("index_query", g.dtype), Argument("index_keys", g.dtype), *_CALL),
+        scalars=("S", "NB", "tiles"),
+        outputs=(Argument("scores", "float32"),),
+        constants={
+            "RATIO": g.ratio,
+            "HI": g.index_heads,
+            "DI": g.index_width,
+            "ROWS": tile_rows,
+            "BLOCKS": tiles.columns,
+            "SCALE": g.index_width**-0.5,
+            "DOT": tl.float32 if triton.knobs.runtime.interpret else getattr(tl, g.dtype),
+            "STAGES": tiles.stages,
+        },
+        grid=lambda v: (
+            ceil_div(v["NB"], v["tiles"] * tiles.columns),
+            ceil_div(v["S"], tile_rows),
+            v["batch"],
+        ),
+        warps=tiles.warps,
+    )
+
+
+_SELECT_INPUTS = (Argument("scores", "float32"), *_CALL)
+
+
+def select_row(g: Geometry, chunk: int, warps: int) -> KernelSpec:
+    """Top blocks of rows of at most `chunk` blocks. Grid names: rows."""
+    return KernelSpec(
+        name="qsa_select",
+        function=select.select_row,
+        inputs=_SELECT_INPUTS,
+        scalars=("S", "NB"),
+        outputs=(Argument("ids", "int32"),),
+        constants={"K": g.blocks, "RATIO": g.ratio, "CHUNK": chunk},
+        grid=lambda v: (v["rows"],),
+        warps=warps,
+    )
+
+
+def select_chunk(g: Geometry, chunk: int, warps: int) -> KernelSpec:
+    """Top blocks of every chunk of `chunk` blocks. Grid names: rows, chunks."""
+    return KernelSpec(
+        name="qsa_select_chunk",
+        function=select.select_chunk,
+        inputs=_SELECT_INPUTS,
+        scalars=("S", "NB", "chunks"),
+        outputs=(Argument("candidate_ids", "int32"), Argument("candidate_bits", "int32")),
+        constants={"K": g.blocks, "RATIO": g.ratio, "CHUNK": chunk},
+        grid=lambda v: (v["rows"], v["chunks"]),
+        warps=warps,
+    )
+
+
+def select_among(g: Geometry, most_chunks: int, warps: int) -> KernelSpec:
+    """Top blocks among the winners of up to `most_chunks` chunks. Grid names: rows."""
+    return KernelSpec(
+        name="qsa_select_among",
+        function=select.select_among,
+        inputs=(Argument("candidate_ids", "int32"), Argument("candidate_bits", "int32")),
+        scalars=("width",),
+        outputs=(Argument("ids", "int32"),),
+        constants={"K": g.blocks, "WIDTH": _power(most_chunks * g.blocks, 1)},
+        grid=lambda v: (v["rows"],),
+        warps=warps,
+    )
+
+
+def unite_blocks(g: Geometry, rows: int, words: int = 2048) -> KernelSpec:
+    """Union of the blocks of tiles of `rows` queries. Grid names: S, batch."""
+    return KernelSpec(
+        name="qsa_unite",
+        function=prefill.unite_blocks,
+        inputs=(Argument("blocks", "int32"), *_CALL),
+        scalars=("S", "words"),
+        outputs=(
+            Argument("counts", "int32"),
+            Argument("entries", "int32"),
+            Argument("marks", "int32"),
+        ),
+        constants={
+            "K": g.blocks,
+            "RATIO": g.ratio,
+            "ROWS": rows,
+            "ROWS_PADDED": _power(rows, 1),
+            "WORDS": words,
+        },
+        grid=lambda v: (ceil_div(v["S"], rows), v["batch"]),
+        warps=4,
+        working_outputs=frozenset({"marks"}),
+    )
+
+
+def attend_tile(g: Geometry, rows: int, tiles: Tiles, interleaved_gate: bool = False) -> KernelSpec:
+    """Prefill attention of tiles of `rows` queries. Grid names: S, batch."""
+    return KernelSpec(
+        name="qsa_attend_tile",
+        function=prefill.attend_tile,
+        inputs=(
+            Argument("q", g.dtype),
+            Argument("k_cache", g.cache_dtype),
+            Argument("v_cache", g.cache_dtype),
+            Argument("counts", "int32"),
+            Argument("entries", "int32"),
+            *_CALL,
+            Argument("gate", g.dtype),
+        ),
+        scalars=("S", "C"),
+        outputs=(Argument("out", g.dtype),),
+        constants={
+            "K": g.blocks,
+            "RATIO": g.ratio,
+            "HQ": g.heads,
+            "HK": g.kv_heads,
+            "D": g.width,
+            "ROWS": rows,
+            "M": _power(rows * g.heads // g.kv_heads, 16),
+            "TOKENS": tiles.columns,
+            "TAIL": _power(rows + g.ratio - 1, 16),
+            "SCALE": g.width**-0.5 * g.k_scale,
+            "V_SCALE": g.v_scale,
+            **_gate_constants(g, interleaved_gate),
+            "DOT": dot_type(g),
+            "STAGES": tiles.stages,
+        },
+        grid=lambda v: (ceil_div(v["S"], rows), g.kv_heads, v["batch"]),
+        warps=tiles.warps,
+    )
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding of a layer.
+
+    Attributes:
+        width, index_width: rotated channels of an attention head and of an index head.
+        axes: 1 (a token's position is its rank) or 3 (temporal, height, width positions).
+        sections: frequencies per axis, interleaved; used with three axes.
+    """
+
+    width: int = 64
+    index_width: int = 64
+    axes: int = 1
+    sections: tuple[int, int, int] = (11, 11, 10)
+
+
+def prepare(g: Geometry, rotary: Rotary, eps: float) -> KernelSpec:
+    """Norms, rotary embedding, cache writes. Grid names: rows."""
+    heads = _power(max(g.kv_heads, g.index_heads, 4), 1)
+    parts = triton.cdiv(g.heads, heads) + 2
+    return KernelSpec(
+        name="qsa_prepare",
+        function=preparing.prepare,
+        inputs=(
+            Argument("q_gate", g.dtype),
+            Argument("key", g.dtype),
+            Argument("value", g.dtype),
+            Argument("index_qk", g.dtype),
+            Argument("q_weight", g.dtype),
+            Argument("k_weight", g.dtype),
+            Argument("index_q_weight", g.dtype),
+            Argument("index_k_weight", g.dtype),
+            Argument("frequencies", "float32"),
+            Argument("index_frequencies", "float32"),
+            Argument("positions", "int32"),
+            Argument("position_state", "int32"),
+            Argument("index_state", g.dtype),
+            *_CALL,
+        ),
+        scalars=("S", "C", "NB", "batch"),
+        outputs=(
+            Argument("query", g.dtype),
+            Argument("key_cache", g.cache_dtype),
+            Argument("value_cache", g.cache_dtype),
+            Argument("index_query", g.dtype),
+            Argument("index_keys", g.dtype),
+            Argument("next_index_state", g.dtype),
+            Argument("next_position_state", "int32"),
+        ),
+        constants={
+            "EPS": eps,
+            "RATIO": g.ratio,
+            "HQ": g.heads,
+            "HK": g.kv_heads,
+            "D": g.width,
+            "HI": g.index_heads,
+            "DI": g.index_width,
+            "ROTARY": rotary.width,
+            "INDEX_ROTARY": rotary.index_width,
+            "AXES": rotary.axes,
+            "SECTION_H": rotary.sections[1],
+            "SECTION_W": rotary.sections[2],
+            "INVERSE_K_SCALE": 1.0 / g.k_scale,
+            "INVERSE_V_SCALE": 1.0 / g.v_scale,
+            "FP8": g.fp8,
+            "HEADS": heads,
+            "ROUND": getattr(tl, g.dtype),
+        },
+        grid=lambda v: (v["rows"], parts),
+        warps=4,
+    )
