@@ -1,0 +1,40 @@
+"""Rotary position tables as constants."""
+
+from __future__ import annotations
+
+import torch
+
+from plugins.trt.network import Network
+from plugins.trt.types import Tensor
+
+
+class RotaryTable:
+    """cos and sin of positions 0 .. rows-1, computed in float32 and rounded to a type.
+
+    A table, because the reference computes position * frequency in float32 too: at large positions
+    an exact angle would differ from what the model was trained with.
+
+    Args:
+        rows: positions.
+        rotary_dim: rotated channels of a head.
+        theta: base of the frequencies theta^(-2i / rotary_dim).
+        dtype: element type of the heads that will be rotated.
+    """
+
+    def __init__(self, net: Network, rows: int, rotary_dim: int, theta: float, dtype: str) -> None:
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        angles = torch.arange(rows, dtype=torch.float32)[:, None] * (1.0 / theta**exponent)
+        self._net = net
+        self._rotary_dim = rotary_dim
+        torch_dtype = getattr(torch, dtype)
+        self._cos = net.literal(angles.cos().to(torch_dtype), f"rotary.{rotary_dim}.cos")
+        self._sin = net.literal(angles.sin().to(torch_dtype), f"rotary.{rotary_dim}.sin")
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [B, S, rotary_dim / 2], of int32 positions [B, S] below `rows`."""
+        net = self._net
+        return net.gather(self._cos, positions, 0), net.gather(self._sin, positions, 0)
+
+    def rotate(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate the first channels of x [B, N, S, D] in half-split pairs."""
+        return self._net.rotary_embedding(x, *angles, rotary_dim=self._rotary_dim)

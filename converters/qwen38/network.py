@@ -1,0 +1,434 @@
+"""The text network of Qwen3.8-Flash-Next as TensorRT layers.
+
+One definition serves both engines: `context` takes any number of tokens per slot, `generation` a
+fixed few; they differ in the form of the recurrence, of the sparse attention and of the experts.
+The residual is a bundle of `hc_count` streams, [B, S, n, H], all the way. Tensors are in the
+checkpoint's type; norms, gates, decays, routing and scores are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
+from converters.layers.conv import causal_conv, last_rows
+from converters.layers.delta_rule import delta_rule_chunks, delta_rule_steps
+from converters.layers.linear import linear, stored_weight, swiglu
+from converters.layers.moe import Experts, run_experts, softmax_router
+from converters.layers.norm import l2_normalize, rms_norm
+from converters.layers.rope import RotaryTable
+from plugins.qsa import lowering
+from plugins.support.errors import InputError
+from plugins.trt.network import Dim, Network
+from plugins.trt.types import Tensor
+
+if TYPE_CHECKING:
+    from converters.checkpoint.config import CheckpointConfig
+
+_L2_EPS = 1e-6
+_LEAST_GATE = 1e-6
+
+
+def define(
+    net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits
+) -> Definition:
+    """Add one engine's network to `net`.
+
+    Inputs and outputs are those of the text engine contract (docs/architecture.md).
+    Raises InputError for limits that the model cannot have, BuildError from the facade.
+    """
+    network = _TextNetwork(net, config, phase, limits)
+    network.run()
+    return Definition(kinds=network.kinds, profile=network.profile)
+
+
+class _TextNetwork:
+    """The network under construction: sizes, the inputs every layer needs, one method a block."""
+
+    def __init__(
+        self, net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits
+    ) -> None:
+        self.net, self.config, self.limits = net, config, limits
+        self.family = config.qwen38
+        self.context = phase == "context"
+        self.dtype, self.eps = config.dtype, config.norm_epsilon
+        self.hidden, self.streams = config.hidden_size, self.family.hc_count
+        self.ratio = self.family.indexer_compress_ratio
+        budget = self.family.indexer_budget // self.ratio
+        self.blocks = min(budget, limits.visible_rows // self.ratio)
+        self.kinds: dict[str, InputKind] = {}
+        self.profile: dict[str, tuple[Dims, Dims, Dims]] = {}
+        self._check()
+
+        step = limits.step_tokens
+        self.tokens = -1 if self.context else step
+        rows = -1 if self.context else step
+        chunks = ((TOKEN_BLOCK,), (limits.chunk_size,), (limits.chunk_size,))
+        ids_range = chunks if self.context else ((step,),) * 3
+        logits_range = ((1,), (1,), (limits.max_logits_tokens,)) if self.context else ids_range
+        self.ids = self._input("input_ids", "token", "int32", (self.tokens,), ids_range)
+        self.past = self._input("past_lengths", "token", "int32")
+        self.new = self._input("new_lengths", "token", "int32")
+        self.wanted = self._input("logits_positions", "token", "int32", (rows,), logits_range)
+        self.span = self._attention_span() if self.context else limits.cache_rows
+
+        self.batch, self.count = net.dim(self.ids, 0), net.dim(self.ids, 1)
+        index = net.unsqueeze(net.iota(self.count), [0])
+        self.valid = net.less(index, net.unsqueeze(self.new, [1]))
+        positions = net.add(net.unsqueeze(self.past, [1]), index)
+        # To the attention a padding token is a query at position -1.
+        self.queries = net.select(self.valid, positions, -1)
+        active = net.greater(self.new, 0)
+        first_block = net.floor_div(self.past, self.ratio)
+        # Padding slots write to the scrap rows behind the visible ones.
+        self.token_row = net.select(active, self.past, limits.visible_rows)
+        self.block_row = net.select(active, first_block, limits.visible_rows // self.ratio)
+        self.first_block = first_block
+        self.rope = RotaryTable(
+            net, limits.cache_rows, config.rotary_embedding_dim, config.rotary_base, self.dtype
+        )
+        self.angles = self.rope.at(positions)
+
+    def _check(self) -> None:
+        if TOKEN_BLOCK % self.ratio:
+            raise InputError(
+                "tokens per index block must divide the token block",
+                where="indexer_compress_ratio",
+                expected=f"a divisor of {TOKEN_BLOCK}",
+                found=str(self.ratio),
+            )
+        if self.limits.max_seq_len > self.config.max_position_embeddings:
+            raise InputError(
+                "the sequence length exceeds what the model was trained for",
+                where="max_seq_len",
+                expected=f"at most {self.config.max_position_embeddings}",
+                found=str(self.limits.max_seq_len),
+            )
+
+    # -- inputs --------------------------------------------------------------------------------
+
+    def _input(
+        self,
+        name: str,
+        kind: InputKind,
+        dtype: str,
+        dims: Dims = (),
+        ranges: tuple[Dims, ...] | None = None,
+    ) -> Tensor:
+        """A network input [B, *dims]; `ranges` are the smallest, best and largest dims."""
+        least, best, most = ranges or (dims, dims, dims)
+        slots = self.limits.max_batch_size
+        self.kinds[name] = kind
+        self.profile[name] = ((1, *least), (1 if self.context else slots, *best), (slots, *most))
+        return self.net.input(name, dtype, (-1, *dims))
+
+    def _attention_span(self) -> Dim:
+        """Cache rows that attention looks at; only the length of the input matters."""
+        least = -(-self.blocks * self.ratio // TOKEN_BLOCK) * TOKEN_BLOCK
+        most = self.limits.visible_rows
+        self.kinds["attention_span"] = "token"
+        self.profile["attention_span"] = ((least,), (most,), (most,))
+        return self.net.dim(self.net.input("attention_span", "int32", (-1,)), 0)
+
+    def _state(self, name: str, dtype: str, dims: Dims) -> Tensor:
+        return self._input(name, "state", dtype, dims)
+
+    def _next_state(self, name: str, value: Tensor) -> None:
+        self.net.output(value, f"{name}.next")
+
+    def _cache(self, name: str, update: Tensor, row: Tensor) -> Tensor:
+        """Write [B, heads, S, D] into the cache of that name and return the whole cache."""
+        _, heads, _, width = self.net.shape(update)
+        rows = self.limits.cache_rows // (self.ratio if name.startswith("index") else 1)
+        cache = self._input(name, "cache", self.dtype, (heads, rows, width))
+        return self.net.kv_cache_update(cache, update, row)
+
+    def _weight(self, name: str, shape: Dims) -> Tensor:
+        return self.net.weight(f"{name}.weight", self.dtype, shape)
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Embedding to logits."""
+        net, config, family = self.net, self.config, self.family
+        table = self._weight("transformer.vocab_embedding", (config.vocab_size, self.hidden))
+        embedded = net.unsqueeze(net.gather(table, self.ids, 0), [2])
+        bundle = net.expand(embedded, [-1, -1, self.streams, -1])
+        for layer, kind in enumerate(family.layer_types):
+            with net.scope(f"layers.{layer}"):
+                bundle = self._layer(layer, kind, bundle)
+        with net.scope("head"):
+            rows = net.gather(bundle, self.wanted, axis=1, elementwise_dims=1)
+            hidden, _ = self._mix(rows, "transformer.hyper_connection_mixer")
+            net.tap(hidden, "final_hidden")
+            logits = linear(net, hidden, "lm_head", config.vocab_size)
+            net.output(net.cast(logits, "float32"), "logits")
+
+    def _layer(self, layer: int, kind: str, bundle: Tensor) -> Tensor:
+        net, name, tap = self.net, f"transformer.layers.{layer}", f"layers.{layer}"
+        if layer + 1 in self.family.ple_layer_ids:
+            with net.scope("ple"):
+                bundle = net.add(bundle, self._ple(layer, f"{name}.ple", bundle))
+        with net.scope("attention_hyper_connection"):
+            mixed, normed = self._mix(bundle, f"{name}.attention_hyper_connection")
+        with net.scope("mixer"):
+            if kind == "linear_attention":
+                out = self._gated_delta_net(layer, f"{name}.linear_attention", mixed)
+            else:
+                out = self._sparse_attention(layer, f"{name}.attention", mixed)
+            net.tap(out, f"{tap}.mixer")
+        with net.scope("attention_hyper_connection"):
+            bundle = self._inject(bundle, normed, out, f"{name}.attention_hyper_connection")
+        with net.scope("mlp_hyper_connection"):
+            mixed, normed = self._mix(bundle, f"{name}.mlp_hyper_connection")
+        with net.scope("mlp"):
+            out = net.tap(self._experts(f"{name}.mlp", mixed), f"{tap}.mlp")
+        with net.scope("mlp_hyper_connection"):
+            bundle = self._inject(bundle, normed, out, f"{name}.mlp_hyper_connection")
+        return net.tap(bundle, f"{tap}.bundle")
+
+    def _mix(self, bundle: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Block input [B, S, H] as gated mean of the normed streams; and those, [B, S, n * H]."""
+        net, width = self.net, self.streams * self.hidden
+        rows = [net.dim(bundle, 0), net.dim(bundle, 1)]
+        streams = self._stream_norm(bundle, f"{name}.norm")
+        normed = net.reshape(streams, [*rows, width])
+        rank = self.family.hc_lowrank
+        down = net.cast(linear(net, normed, f"{name}.down", rank), "float32")
+        low = net.cast(net.silu(net.mul(down, 1.0 / self.streams)), self.dtype)
+        gate = net.sigmoid(net.cast(linear(net, low, f"{name}.up", width), "float32"))
+        gate = net.reshape(gate, [*rows, self.streams, self.hidden])
+        weighted = net.mul(gate, net.cast(streams, "float32"))
+        mean = net.reduce_mean(weighted, axes=[2], keepdims=False)
+        return net.cast(mean, self.dtype), normed
+
+    def _inject(self, bundle: Tensor, normed: Tensor, out: Tensor, name: str) -> Tensor:
+        """Add a block's output [B, S, H] to every stream, each with its own scalar per token."""
+        net = self.net
+        logits = net.cast(linear(net, normed, f"{name}.inject", self.streams), "float32")
+        scalars = net.mul(net.sigmoid(net.mul(logits, 1.0 / self.streams)), 2.0)
+        added = net.mul(net.unsqueeze(net.cast(out, "float32"), [2]), net.unsqueeze(scalars, [3]))
+        return net.cast(net.add(net.cast(bundle, "float32"), added), self.dtype)
+
+    def _stream_norm(self, bundle: Tensor, name: str, dtype: str | None = None) -> Tensor:
+        """Centred norm of every stream of [B, S, n, H] with its own weights."""
+        weight = self._weight(name, (self.streams * self.hidden,))
+        weight = self.net.reshape(weight, [self.streams, self.hidden])
+        return rms_norm(self.net, bundle, weight, self.eps, centered=True, dtype=dtype)
+
+    # -- Gated DeltaNet ------------------------------------------------------------------------
+
+    def _gated_delta_net(self, layer: int, name: str, x: Tensor) -> Tensor:
+        net, family = self.net, self.family
+        key_heads, heads = family.linear_num_key_heads, family.linear_num_value_heads
+        width, depth = family.linear_key_head_dim, family.linear_value_head_dim
+        keys, values = key_heads * width, heads * depth
+        channels, taps = 2 * keys + values, family.linear_conv_kernel_dim
+
+        mixed = linear(net, x, f"{name}.in_proj_qkv", channels)
+        kernel = self._weight(f"{name}.conv1d", (channels, 1, taps))
+        conv_name = f"conv_state.{layer}"
+        conv_state = self._state(conv_name, self.dtype, (channels, taps - 1))
+        convolved, conv_state = causal_conv(net, mixed, conv_state, kernel, self.new)
+        self._next_state(conv_name, conv_state)
+        convolved = net.silu(convolved)
+
+        def key_like(start: int, scale: float) -> Tensor:
+            part = self._heads(net.narrow(convolved, -1, start, keys), key_heads, width)
+            part = net.unsqueeze(l2_normalize(net, part, _L2_EPS, scale), [3])
+            repeated = net.expand(part, [-1, -1, -1, heads // key_heads, -1])
+            return net.reshape(repeated, [self.batch, self.count, heads, width])
+
+        query = key_like(0, width**-0.5)
+        key = key_like(keys, 1.0)
+        value = self._heads(net.narrow(convolved, -1, 2 * keys, values), heads, depth)
+        gamma, beta = self._decay_and_strength(name, x, heads)
+
+        state_name = f"recurrent_state.{layer}"
+        state = self._state(state_name, "float32", (heads, width, depth))
+        recurrence = delta_rule_chunks if self.context else delta_rule_steps
+        out, state = recurrence(net, query, key, value, gamma, beta, state)
+        self._next_state(state_name, state)
+
+        scale = stored_weight(net, f"{name}.norm.weight", self.dtype, (depth,))
+        out = rms_norm(net, out, scale, self.eps, centered=False)
+        z = self._heads(linear(net, x, f"{name}.in_proj_z", values), heads, depth)
+        z = net.cast(z, "float32")
+        gate = net.sigmoid(z) if family.output_gate_type == "sigmoid" else net.silu(z)
+        gated = net.cast(net.mul(out, gate), self.dtype)
+        gated = net.reshape(gated, [self.batch, self.count, values])
+        return linear(net, gated, f"{name}.out_proj", self.hidden)
+
+    def _decay_and_strength(self, name: str, x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """Log decay and write strength per token and head, [B, S, heads]; zero for padding."""
+        net = self.net
+
+        def per_head(weight: str) -> Tensor:
+            stored = stored_weight(net, f"{name}.{weight}", self.dtype, (heads,))
+            return net.unsqueeze(net.cast(stored, "float32"), [0, 1])
+
+        def projected(weight: str) -> Tensor:
+            return net.cast(linear(net, x, f"{name}.{weight}", heads), "float32")
+
+        rate = net.neg(net.exp(per_head("A_log")))
+        step = net.softplus(net.add(projected("in_proj_a"), per_head("dt_bias")))
+        real = net.unsqueeze(self.valid, [2])
+        gamma = net.select(real, net.mul(rate, step), 0.0)
+        return gamma, net.select(real, net.sigmoid(projected("in_proj_b")), 0.0)
+
+    def _heads(self, x: Tensor, heads: int, width: int) -> Tensor:
+        """[B, S, heads * width] to [B, S, heads, width]."""
+        return self.net.reshape(x, [self.batch, self.count, heads, width])
+
+    # -- QSA -----------------------------------------------------------------------------------
+
+    def _sparse_attention(self, layer: int, name: str, x: Tensor) -> Tensor:
+        net, config, width = self.net, self.config, self.config.head_size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+        both = self._heads(linear(net, x, f"{name}.q", heads * 2 * width), heads, 2 * width)
+        query = self._rotated(net.narrow(both, -1, 0, width), f"{name}.q_layernorm")
+        gate = net.narrow(both, -1, width, width)
+        key = self._heads(linear(net, x, f"{name}.k", kv_heads * width), kv_heads, width)
+        key = self._rotated(key, f"{name}.k_layernorm")
+        value = self._heads(linear(net, x, f"{name}.v", kv_heads * width), kv_heads, width)
+        value = net.transpose(value, (0, 2, 1, 3))
+        keys = self._cache(f"key_cache.{layer}", key, self.token_row)
+        values = self._cache(f"value_cache.{layer}", value, self.token_row)
+
+        with net.scope("indexer"):
+            index_query, block_keys = self._indexer(layer, f"{name}.indexer", x)
+            if self.context:
+                blocks = net.dim_floor_div(self.span, self.ratio)
+                block_keys = net.narrow(block_keys, 2, 0, blocks)
+            visible = lowering.visible_blocks(net, self.queries, self.ratio)
+            chosen = lowering.select_blocks(net, index_query, block_keys, visible, self.blocks)
+            net.tap(chosen, f"layers.{layer}.selected_blocks")
+
+        attend = lowering.attend_generation
+        if self.context:
+            attend = lowering.attend_context
+            keys = net.narrow(keys, 2, 0, self.span)
+            values = net.narrow(values, 2, 0, self.span)
+        mixed = attend(
+            net, query, keys, values, chosen, self.queries, ratio=self.ratio, scale=width**-0.5
+        )
+        gate = net.sigmoid(net.cast(gate, "float32"))
+        gate = net.reshape(gate, [self.batch, self.count, heads * width])
+        gated = net.cast(net.mul(net.cast(mixed, "float32"), gate), self.dtype)
+        return linear(net, gated, f"{name}.dense", self.hidden)
+
+    def _rotated(self, x: Tensor, norm: str) -> Tensor:
+        """Centred norm per head, heads before tokens, rotation: [B, S, N, D] to [B, N, S, D]."""
+        net = self.net
+        weight = self._weight(norm, (net.shape(x)[3],))
+        normed = rms_norm(net, x, weight, self.eps, centered=True)
+        return self.rope.rotate(net.transpose(normed, (0, 2, 1, 3)), self.angles)
+
+    def _indexer(self, layer: int, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [B, Hi, S, Di] and the block keys of the whole cache, [B, 1, NB, Di].
+
+        The state holds the raw keys of an unfinished block; blocks that this call finishes enter
+        the cache. A block of which a part is padding is written too, but no query sees it before
+        it is written again.
+        """
+        net, ratio = self.net, self.ratio
+        heads, width = self.family.indexer_n_heads, self.family.indexer_head_dim
+        both = linear(net, x, f"{name}.qk", (heads + 1) * width)
+        query = self._heads(net.narrow(both, -1, 0, heads * width), heads, width)
+        query = self._rotated(query, f"{name}.q_layernorm")
+
+        state_name = f"index_key_state.{layer}"
+        state = self._state(state_name, self.dtype, (ratio - 1, width))
+        rows = net.concat([state, net.narrow(both, -1, heads * width, width)], axis=1)
+        self._next_state(state_name, last_rows(net, rows, self.new, ratio - 1))
+
+        blocks = net.dim_floor_div(net.dim_add(self.count, ratio - 1), ratio)
+        offset = net.sub(self.past, net.mul(self.first_block, ratio))
+        first = net.unsqueeze(net.sub(ratio - 1, offset), [1])
+        taken = net.add(first, net.unsqueeze(net.iota(net.dim_mul(blocks, ratio)), [0]))
+        if isinstance(self.count, int):
+            # A few tokens may finish no block; what is read instead is never seen.
+            taken = net.minimum(taken, self.count + ratio - 2)
+        raw = net.gather(rows, taken, axis=1, elementwise_dims=1)
+        raw = net.reshape(raw, [self.batch, blocks, ratio, width])
+        pooled = net.reduce_mean(net.cast(raw, "float32"), axes=[2], keepdims=False)
+        weight = self._weight(f"{name}.k_layernorm", (width,))
+        pooled = rms_norm(net, net.cast(pooled, self.dtype), weight, self.eps, centered=True)
+        block = net.add(net.unsqueeze(self.first_block, [1]), net.unsqueeze(net.iota(blocks), [0]))
+        angles = self.rope.at(net.mul(block, ratio))
+        pooled = self.rope.rotate(net.unsqueeze(pooled, [1]), angles)
+        return query, self._cache(f"index_key_cache.{layer}", pooled, self.block_row)
+
+    # -- PLE -----------------------------------------------------------------------------------
+
+    def _ple(self, layer: int, name: str, bundle: Tensor) -> Tensor:
+        """Hashed n-gram features for every stream, [B, S, n, H]; rows come from the host."""
+        net, family, width = self.net, self.family, self.streams * self.hidden
+        per_stream = [self.batch, self.count, self.streams, self.hidden]
+        embedded = self._input(
+            f"ple_embeddings.{layer}",
+            "host",
+            self.dtype,
+            (self.tokens, family.ple_embed_dim),
+            tuple((dims[1], family.ple_embed_dim) for dims in self.profile["input_ids"]),
+        )
+        key = net.reshape(linear(net, embedded, f"{name}.key", width), per_stream)
+        key = self._stream_norm(key, f"{name}.norm_key", "float32")
+        query = self._stream_norm(bundle, f"{name}.norm_query", "float32")
+        dots = net.reduce_sum(net.mul(key, query), axes=[3])
+        dots = net.mul(dots, 1.0 / math.sqrt(self.hidden))
+        root = net.sqrt(net.maximum(net.abs(dots), _LEAST_GATE))
+        gate = net.sigmoid(net.mul(net.sign(dots), root))
+        value = net.cast(linear(net, embedded, f"{name}.value", self.hidden), "float32")
+        gated = net.mul(gate, net.unsqueeze(value, [2]))
+        normed = self._stream_norm(gated, f"{name}.norm_conv", self.dtype)
+
+        taps, dilation = family.ple_conv_kernel_size, family.ngram_size
+        state_name = f"ple_conv_state.{layer}"
+        state = self._state(state_name, self.dtype, (width, (taps - 1) * dilation))
+        convolved, state = causal_conv(
+            net,
+            net.reshape(normed, [self.batch, self.count, width]),
+            state,
+            self._weight(f"{name}.conv1d", (width, 1, taps)),
+            self.new,
+            dilation=dilation,
+        )
+        self._next_state(state_name, state)
+        local = net.reshape(net.silu(convolved), per_stream)
+        return net.tap(net.cast(net.add(gated, local), self.dtype), f"layers.{layer}.ple")
+
+    # -- experts -------------------------------------------------------------------------------
+
+    def _experts(self, name: str, x: Tensor) -> Tensor:
+        net, family = self.net, self.family
+        pairs = net.dim_mul(self.batch, self.count)
+        flat = net.reshape(x, [pairs, self.hidden])
+        experts = Experts(
+            name=f"{name}.experts",
+            count=family.num_experts,
+            chosen=family.num_experts_per_tok,
+            hidden=self.hidden,
+            intermediate=family.moe_intermediate_size,
+        )
+        ids, weights = softmax_router(
+            net, flat, f"{name}.router", experts, normalize=family.norm_topk_prob
+        )
+        routed = run_experts(
+            net,
+            flat,
+            ids,
+            weights,
+            experts,
+            valid=net.reshape(self.valid, [pairs]),
+            max_tokens=None if self.context else self.limits.max_batch_size * self.tokens,
+        )
+        width = family.shared_expert_intermediate_size
+        gate = linear(net, flat, f"{name}.shared_expert.gate", width)
+        up = linear(net, flat, f"{name}.shared_expert.up", width)
+        down = linear(net, swiglu(net, gate, up), f"{name}.shared_expert.down", self.hidden)
+        share = net.sigmoid(net.cast(linear(net, flat, f"{name}.shared_expert_gate", 1), "float32"))
+        total = net.add(routed, net.mul(share, net.cast(down, "float32")))
+        return net.reshape(net.cast(total, self.dtype), [self.batch, self.count, self.hidden])

@@ -1,0 +1,157 @@
+"""QSA out of native TensorRT layers: the same operation as `plugins.qsa.reference`.
+
+`select_blocks` decides what each query reads, one of the two `attend_*` functions reads it. A
+generation step has few queries, so their blocks are gathered and nothing else of the cache is
+touched; a context chunk has many, whose union is most of the cache, so the selection becomes the
+mask of a dense attention. Sizes are named as in the reference. Query positions of -1 mark padding
+and give zeros; block ids of -1 are unused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from plugins.trt.network import Network
+from plugins.trt.types import Tensor
+
+# Below every score, above the most negative float32.
+_HIDDEN_SCORE = -1e30
+
+
+def visible_blocks(net: Network, positions: Tensor, ratio: int) -> Tensor:
+    """Complete blocks each query sees: int32 [B, S] from int32 positions [B, S]."""
+    return net.floor_div(net.add(positions, 1), ratio)
+
+
+def select_blocks(
+    net: Network, index_query: Tensor, block_keys: Tensor, visible: Tensor, blocks: int
+) -> Tensor:
+    """The best visible blocks of each query.
+
+    Args:
+        index_query: [B, Hi, S, Di].
+        block_keys: [B, 1, NB, Di], NB >= blocks at run time.
+        visible: int32 [B, S].
+        blocks: K.
+
+    Returns:
+        int32 [B, S, K], -1 = unused, in no particular order. Of equal scores (in practice zeros:
+        all heads negative) TensorRT keeps any, where the reference keeps the lower block id.
+    """
+    dots = net.matmul(
+        net.cast(index_query, "float32"), net.cast(block_keys, "float32"), transpose_b=True
+    )
+    # The constant 1 / sqrt(Di) of the definition does not change the order.
+    scores = net.reduce_sum(net.relu(dots), axes=[1], keepdims=False)
+    index = net.unsqueeze(net.iota(net.dim(block_keys, 2)), [0, 1])
+    seen = net.unsqueeze(visible, [2])
+    scores = net.select(net.less(index, seen), scores, _HIDDEN_SCORE)
+    _, chosen = net.topk(scores, blocks, axis=2)
+    return net.select(net.less(chosen, seen), chosen, -1)
+
+
+def attend_context(
+    net: Network,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_ids: Tensor,
+    positions: Tensor,
+    *,
+    ratio: int,
+    scale: float,
+) -> Tensor:
+    """Attention of many queries through a mask.
+
+    Args:
+        query: [B, Hq, S, D].
+        keys, values: [B, Hk, N, D], the first N cache rows; N a multiple of the ratio.
+        block_ids: int32 [B, S, K], K <= N / ratio.
+        positions: int32 [B, S].
+        ratio: tokens per block.
+        scale: factor on the dot products.
+
+    Returns:
+        [B, S, Hq * D].
+    """
+    batch, queries, rows = net.dim(query, 0), net.dim(query, 2), net.dim(keys, 2)
+    blocks = net.dim_floor_div(rows, ratio)
+    tail = net.unsqueeze(visible_blocks(net, positions, ratio), [2])
+    # The tail block is always read, so that an unused entry may name it once more.
+    named = net.select(net.less(block_ids, 0), tail, block_ids)
+    zeros = net.expand(net.literal(torch.zeros(1, 1, 1)), [batch, queries, blocks])
+    ones = net.expand(net.literal(torch.ones(1, 1, 1)), [batch, queries, net.dim(block_ids, 2)])
+    marked = net.greater(net.scatter_elements(zeros, named, ones, 2), 0.5)
+    is_tail = net.equal(net.unsqueeze(net.iota(blocks), [0, 1]), tail)
+    whole = net.unsqueeze(net.logical_or(marked, is_tail), [3])
+    tokens = net.reshape(net.expand(whole, [batch, queries, blocks, ratio]), [batch, queries, rows])
+    future = net.greater(net.unsqueeze(net.iota(rows), [0, 1]), net.unsqueeze(positions, [2]))
+    mask = net.unsqueeze(net.logical_and(tokens, net.logical_not(future)), [1])
+    mixed = net.attention(net.mul(query, scale), keys, values, mask)
+    return _joined(net, net.transpose(mixed, (0, 2, 1, 3)), positions)
+
+
+def attend_generation(
+    net: Network,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_ids: Tensor,
+    positions: Tensor,
+    *,
+    ratio: int,
+    scale: float,
+) -> Tensor:
+    """Attention of a few queries over their gathered blocks.
+
+    Args:
+        query: [B, Hq, T, D], T static.
+        key_cache, value_cache: [B, Hk, C, D], C static and a multiple of the ratio.
+        block_ids: int32 [B, T, K].
+        positions: int32 [B, T], below C.
+        ratio, scale: as in `attend_context`.
+
+    Returns:
+        [B, T, Hq * D].
+    """
+    batch = net.dim(query, 0)
+    _, heads, queries, width = net.shape(query)
+    _, kv_heads, rows, _ = net.shape(key_cache)
+    blocks = net.shape(block_ids)[2] + 1
+    tail = net.unsqueeze(visible_blocks(net, positions, ratio), [2])
+    used = net.expand(
+        net.unsqueeze(net.logical_not(net.less(block_ids, 0)), [3]),
+        [batch, queries, blocks - 1, ratio],
+    )
+    lanes = net.literal(torch.arange(ratio, dtype=torch.int32)[None, None])
+    beyond = net.greater(net.add(net.mul(tail, ratio), lanes), net.unsqueeze(positions, [2]))
+    in_tail = net.unsqueeze(net.logical_not(beyond), [2])
+    rows_of_batch = net.dim_mul(batch, queries)
+    mask = net.reshape(net.concat([used, in_tail], 2), [rows_of_batch, 1, 1, blocks * ratio])
+    read = net.reshape(net.concat([net.maximum(block_ids, 0), tail], 2), [batch, queries * blocks])
+
+    def gathered(cache: Tensor) -> Tensor:
+        by_block = net.reshape(cache, [batch, kv_heads, rows // ratio, ratio * width])
+        chosen = net.gather(by_block, read, axis=2, elementwise_dims=1)
+        if queries > 1:
+            apart = net.reshape(chosen, [batch, kv_heads, queries, blocks * ratio, width])
+            chosen = net.transpose(apart, (0, 2, 1, 3, 4))
+        return net.reshape(chosen, [rows_of_batch, kv_heads, blocks * ratio, width])
+
+    single = net.mul(query, scale)
+    if queries > 1:
+        by_query = net.transpose(single, (0, 2, 1, 3))
+        single = net.reshape(by_query, [rows_of_batch, heads, 1, width])
+    mixed = net.attention(single, gathered(key_cache), gathered(value_cache), mask)
+    return _joined(net, net.reshape(mixed, [batch, queries, heads, width]), positions)
+
+
+def _joined(net: Network, mixed: Tensor, positions: Tensor) -> Tensor:
+    """[B, S, Hq, D] to [B, S, Hq * D], with zeros for padding queries.
+
+    Their rows had everything masked, for which kernels return anything, also NaN.
+    """
+    _, _, heads, width = net.shape(mixed)
+    joined = net.reshape(mixed, [net.dim(mixed, 0), net.dim(mixed, 1), heads * width])
+    padding = net.unsqueeze(net.less(positions, 0), [2])
+    return net.select(padding, 0.0, joined)
