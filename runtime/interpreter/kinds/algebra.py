@@ -80,6 +80,10 @@ def softmax(call: Call) -> Bound:
     return Bound(lambda x: torch.softmax(x, axis), (0,))
 
 
+# Networks mark entries that must not be chosen by scores below this.
+MASKED_SCORE = -1e29
+
+
 def topk(call: Call) -> Bound:
     """The k largest or smallest values, sorted, and their int32 indices."""
     op, axis = call.attribute("op"), int(call.attribute("axis"))
@@ -90,9 +94,36 @@ def topk(call: Call) -> Bound:
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = torch.topk(x, k, axis, largest=largest)
+        if largest and axis == x.dim() - 1 and k < x.shape[axis]:
+            indices = _tied_as_unmasked(x, values, indices)
         return values, indices.to(dtype)
 
     return Bound(run, (0,))
+
+
+def _tied_as_unmasked(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Give equal values at the edge of the choice the order of a row without its masked end.
+
+    Which of several equal values belong to the k largest is open in TensorRT and in torch, where
+    it changes with the length of the row. A reference that never computes the masked entries
+    chooses among the others alone; choosing the same here lets results be compared exactly.
+    """
+    if x.numel() == 0 or float(x.amin()) > MASKED_SCORE:
+        return indices
+    last = values[..., -1:]
+    tied = (x == last).sum(-1) > (values == last).sum(-1)
+    tied &= last.squeeze(-1) > MASKED_SCORE
+    if not bool(tied.any()):
+        return indices
+    indices = indices.clone()
+    k = values.shape[-1]
+    for place in tied.nonzero().tolist():
+        row = x[tuple(place)]
+        kept = row > MASKED_SCORE
+        count = int(kept.sum())
+        if bool(kept[:count].all()):
+            indices[tuple(place)] = torch.topk(row[:count], k).indices
+    return indices
 
 
 def cumulative(call: Call) -> Bound:
