@@ -72,7 +72,7 @@ class Engine:
 
     def create_execution_context(self, strategy: Strategy) -> Context:
         assert strategy is Strategy.USER_MANAGED
-        context = Context(self)
+        context: Context = self.seen.context_type(self)
         self.seen.contexts.append(context)
         return context
 
@@ -125,23 +125,28 @@ class Context:
             self.engine.seen.fail_next = False
             self.engine.log(ILogger.ERROR, "an illegal memory access was encountered")
             return False
-        assert handle == 4711
         assert self.scratch[1] >= self.engine.device_memory_size_v2
         assert set(self.addresses) == set(self.engine.tensors)
         for output, source in self.engine.aliases.items():
             assert self.addresses[output] == self.addresses[source]
         for spec in entry.of_kind("state"):
             assert self.addresses[f"{spec.name}.next"] != self.addresses[spec.name]
-        inputs = {
-            name: self._array(name, self.shapes.get(name, spec.shape))
-            for name, spec in self.engine.inputs.items()
-        }
+        shapes = {name: self.shapes.get(name, t.shape) for name, t in self.engine.inputs.items()}
         positions = self.shapes["logits_positions"]
-        logits = self._array("logits", (*positions, self.engine.outputs["logits"].shape[-1]))
-        state = "recurrent_state.1"
-        following = self._array(f"{state}.next", self.shapes[state])
-        compute(inputs, {"logits": logits, f"{state}.next": following})
+        results = {"logits": (*positions, self.engine.outputs["logits"].shape[-1])}
+        results |= {f"{t.name}.next": shapes[t.name] for t in entry.of_kind("state")}
+        self.compute(handle, shapes, results)
         return True
+
+    def compute(
+        self, handle: int, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Run the language on the bound memory, whose shapes are given."""
+        assert handle == FakeStream.handle
+        compute(
+            {name: self._array(name, shape) for name, shape in inputs.items()},
+            {name: self._array(name, shape) for name, shape in outputs.items()},
+        )
 
     def _array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         dtype = _NUMPY[self.engine.tensors[name].dtype]
@@ -177,14 +182,19 @@ class FakeStream:
         return replay
 
 
-def fake_backend(config: EngineConfig, change: Callable[[Engine], None] | None = None) -> Any:
+def fake_backend(
+    config: EngineConfig,
+    change: Callable[[Engine], None] | None = None,
+    context_type: type[Context] = Context,
+) -> Any:
     """A backend for the engines of `config`, and a record of what was done with it.
 
     Args:
         config: of the engine directory.
         change: alters every engine after it was deserialized.
+        context_type: class of the execution contexts.
     """
-    seen = SimpleNamespace(contexts=[], fail_next=False, refuse=False)
+    seen = SimpleNamespace(contexts=[], fail_next=False, refuse=False, context_type=context_type)
 
     class Runtime:
         def __init__(self, logger: Any) -> None:
