@@ -34,6 +34,7 @@ SERVER_EXIT_TIMEOUT_S = 5
 LOG_TAIL_LINES = 15
 _PR_SET_PDEATHSIG = 1
 _LOAD_FAILURE = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
+_CONFIG_FAILURE = re.compile(r'^E\d+ .*model_repository_manager\.cc:\d+\] "(.*)"', re.MULTILINE)
 
 Probe = Callable[["TritonServer"], None]
 
@@ -211,10 +212,12 @@ class TritonServer:
     def _start_failure(self) -> Exception:
         text = self.log_text()
         failures = dict(_LOAD_FAILURE.findall(text))
+        for message in _CONFIG_FAILURE.findall(text):
+            failures.setdefault("configuration", message)
         if failures:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failures.items()))
             return InputError(
-                f"{len(failures)} model(s) did not load", where=str(self.repository), found=reasons
+                "the models did not all load", where=str(self.repository), found=reasons
             )
         return InputError(
             "the server ended while it was starting", where=str(self.repository), found=_tail(text)

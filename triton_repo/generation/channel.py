@@ -18,6 +18,7 @@ import socket
 import tempfile
 import threading
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,7 @@ class ChannelServer:
                 if message["op"] == "submit":
                     call = GenerationCall.from_json(message["call"])
                     numbers[key] = 0
-                    number = self._service.submit(
-                        call, lambda event, key=key: deliver(key, event), message["id"]
-                    )
+                    number = self._service.submit(call, partial(deliver, key), message["id"])
                     if key in numbers:
                         numbers[key] = number
                 elif message["op"] == "cancel":

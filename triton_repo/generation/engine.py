@@ -1,0 +1,85 @@
+"""Generation by an engine session: continuous batching over the engine's slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from plugins.support.errors import CapabilityError
+from runtime.engine import Engine
+from runtime.requests import Timings
+from runtime.session import GenerationHandle, GenerationRequest, SamplingParams, Session
+from triton_repo.frontend.problems import problem
+from triton_repo.generation.base import Deliver, GenerationCall, GenerationEvent
+
+
+class EngineGenerator:
+    """Runs calls on one session. Raises what `Engine.load` raises."""
+
+    def __init__(self, engine_dir: Path, executor: str, device: str, max_queue: int) -> None:
+        self._engine = Engine.load(engine_dir, executor=executor, device=device)
+        self._session = Session(self._engine, max_queue=max_queue)
+
+    def submit(self, call: GenerationCall, deliver: Deliver) -> Callable[[], None]:
+        """Queue a call; its events come from a thread of their own."""
+        if call.task != "generate":
+            raise CapabilityError("this engine has no pooling output", where="task")
+        if call.media:
+            raise CapabilityError(
+                "this engine takes text only", where=f"{call.media[0].modality}_url"
+            )
+        handle = self._session.submit(
+            GenerationRequest(
+                prompt_ids=call.prompt_ids,
+                max_new_tokens=call.max_tokens,
+                sampling=_sampling(call),
+                end_ids=call.end_ids,
+                stop_ids=call.stop_ids,
+                bad_ids=call.bad_ids,
+            )
+        )
+        threading.Thread(
+            target=_pump, args=(handle, deliver), name="generation", daemon=True
+        ).start()
+        return handle.cancel
+
+    def gauges(self) -> dict[str, float]:
+        """Sequences with and without a slot."""
+        stats = self._session.stats()
+        return {"active": float(stats.active), "waiting": float(stats.waiting)}
+
+    def close(self) -> None:
+        """Cancel what runs and close the session."""
+        self._session.close()
+
+
+def _pump(handle: GenerationHandle, deliver: Deliver) -> None:
+    for event in handle:
+        extra: dict[str, Any] = {}
+        if event.finish_reason is not None:
+            extra = _times(handle.timings)
+        if event.finish_reason == "error":
+            deliver(GenerationEvent(error=("internal", event.error or "the engine has failed")))
+            return
+        tokens = [] if event.token_id is None else [event.token_id]
+        log_probs = [event.log_prob or 0.0] if tokens else []
+        deliver(GenerationEvent(tokens, log_probs, event.finish_reason, extra=extra))
+
+
+def _times(timings: Timings) -> dict[str, Any]:
+    return {
+        "arrival_time_ns": timings.arrival,
+        "first_scheduled_time_ns": timings.scheduled,
+        "first_token_time_ns": timings.first_token,
+        "last_token_time_ns": timings.last_token,
+    }
+
+
+def _sampling(call: GenerationCall) -> SamplingParams:
+    given = call.sampling.given()
+    given.pop("num_return_sequences", None)
+    if given.pop("length_penalty", None) is not None:
+        raise problem("length_penalty", "only has a meaning for beam search")
+    return SamplingParams(**given)

@@ -1,0 +1,48 @@
+"""What all models of the repository share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from plugins.support.errors import ToolchainError
+from triton_repo.frontend.problems import one_line
+from triton_repo.tensor_io import Array
+
+
+def limit_threads(count: int) -> None:
+    """Keep libraries of this process from starting one thread per core each."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    os.environ["RAYON_NUM_THREADS"] = str(count)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def set_up_logging(model: str) -> None:
+    """Log to the server's output, with the model's name."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format=f"%(levelname).1s {model}: %(message)s"
+    )
+
+
+def refuse_to_start(pb_utils: Any, error: Exception) -> NoReturn:
+    """Turn an exception of `initialize` into one line in the server's log."""
+    if isinstance(error, ToolchainError):
+        text = one_line(error) + (f"; {error.fix}" if error.fix else "")
+    elif isinstance(error, ImportError):
+        text = f"{error} (interpreter {sys.executable})"
+    else:
+        text = f"{type(error).__name__}: {error}"
+    raise pb_utils.TritonModelException(" ".join(text.split())) from None
+
+
+def tensors_of(request: Any) -> dict[str, Array]:
+    """All input tensors of a request by name."""
+    return {t.name(): t.as_numpy() for t in request.inputs()}
+
+
+def decoupled(config: Mapping[str, Any]) -> bool:
+    """Whether the model may send several responses per request."""
+    return bool(config.get("model_transaction_policy", {}).get("decoupled", False))

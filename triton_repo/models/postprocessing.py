@@ -1,0 +1,160 @@
+"""`postprocessing`: from ids to text, with a state per sequence."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from triton_repo.answers import id_tensor
+from triton_repo.frontend.detokenize import decode_all
+from triton_repo.frontend.output import OutputText, TextOptions
+from triton_repo.frontend.problems import problem
+from triton_repo.models.base import (
+    limit_threads,
+    refuse_to_start,
+    set_up_logging,
+    tensors_of,
+)
+from triton_repo.parameters import CommonParameters, model_parameters, open_tokenizer
+from triton_repo.replies import describe, triton_error
+from triton_repo.tensor_io import Array, batch_of, response_tensor
+
+# A stream whose end never came is forgotten after this long.
+FORGET_AFTER_S = 3600.0
+TENSOR_NAMES = {
+    "text_output": "OUTPUT",
+    "output_ids": "OUTPUT_IDS",
+    "finish_reason": "OUT_FINISH_REASON",
+    "stop_reason": "STOP_REASON",
+}
+
+
+class _Stream:
+    def __init__(self, text: OutputText) -> None:
+        self.text = text
+        self.number = 0
+        self.used = time.monotonic()
+
+
+class Postprocessing:
+    """The model behind `postprocessing/1/model.py`.
+
+    Responses of one stream come in order because there is one instance; a gap is an error.
+    """
+
+    def __init__(self, pb_utils: Any, args: Mapping[str, str]) -> None:
+        set_up_logging("postprocessing")
+        self._pb = pb_utils
+        try:
+            parameters, directory, _ = model_parameters(CommonParameters, args)
+            limit_threads(parameters.threads)
+            self._tokenizer = open_tokenizer(parameters, directory)
+        except Exception as error:
+            refuse_to_start(pb_utils, error)
+        self._streams: OrderedDict[str, _Stream] = OrderedDict()
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Text for each response of `tensorrt_llm`."""
+        pb = self._pb
+        responses = []
+        for request in requests:
+            try:
+                outputs = self.text_tensors(tensors_of(request))
+                tensors = [pb.Tensor(TENSOR_NAMES[n], a) for n, a in outputs.items()]
+                responses.append(pb.InferenceResponse(tensors))
+            except Exception as error:
+                responses.append(pb.InferenceResponse(error=triton_error(pb, *describe(error))))
+        return responses
+
+    def close(self) -> None:
+        """Forget all streams."""
+        self._streams.clear()
+
+    def text_tensors(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Text outputs by public name for the inputs of one request."""
+        tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
+        reasons = inputs.get("FINISH_REASON")
+        texts, ids, ends, stops = [], [], [], []
+        for row in range(tokens.shape[0]):
+            state = json.loads(bytes(inputs["STREAM_STATE"].reshape(-1)[row]))
+            finished = [bytes(r).decode() for r in reasons[row]] if reasons is not None else None
+            sequences = [
+                tokens[row, s, : int(lengths[row, s])].tolist() for s in range(lengths.shape[1])
+            ]
+            if "key" in state:
+                text, kept, reason, stop = self._stream(
+                    state, sequences[0], finished[0] if finished else None
+                )
+                done = [(text, kept, reason, stop)]
+            else:
+                reasons_of_row = finished or [""] * len(sequences)
+                done = [
+                    self._complete(state, one, reason)
+                    for one, reason in zip(sequences, reasons_of_row, strict=True)
+                ]
+            texts.append([d[0] for d in done])
+            ids.append([d[1] for d in done])
+            ends.append([d[2] for d in done])
+            stops.append([d[3] or "" for d in done])
+        out = {
+            "text_output": batch_of(response_tensor("text_output"), texts),
+            "output_ids": id_tensor(ids),
+        }
+        if all(r for row_ends in ends for r in row_ends):
+            out["finish_reason"] = batch_of(response_tensor("finish_reason"), ends)
+        if any(r for row_stops in stops for r in row_stops):
+            out["stop_reason"] = batch_of(response_tensor("stop_reason"), stops)
+        return out
+
+    def _stream(
+        self, state: Mapping[str, Any], ids: list[int], reason: str | None
+    ) -> tuple[str, list[int], str | None, str | None]:
+        key, number = state["key"], state["number"]
+        if number == 0:
+            self._forget_old()
+            self._streams[key] = _Stream(self._text(state))
+        stream = self._streams.get(key)
+        if stream is None or stream.number != number:
+            self._streams.pop(key, None)
+            raise problem("stream_state", "responses of a stream came out of order", found=number)
+        stream.number += 1
+        stream.used = time.monotonic()
+        text, used = stream.text.feed(ids)
+        if reason is not None:
+            text += stream.text.finish()
+            del self._streams[key]
+        return text, ids[:used], reason, stream.text.stop_reason
+
+    def _complete(
+        self, state: Mapping[str, Any], ids: list[int], reason: str
+    ) -> tuple[str, list[int], str, str | None]:
+        prompt = ids[: state["prompt_length"]]
+        output = self._text(state)
+        front = decode_all(self._tokenizer, prompt, (), state["skip_special_tokens"])
+        generated = ids[len(prompt) :]
+        text, used = output.feed(generated)
+        text += output.finish()
+        return front + text, generated[:used], reason, output.stop_reason
+
+    def _text(self, state: Mapping[str, Any]) -> OutputText:
+        return OutputText(
+            self._tokenizer,
+            state["context"],
+            TextOptions(
+                tuple(state["stop_words"]),
+                state["include_stop"],
+                state["skip_special_tokens"],
+                tuple(state["end_ids"]),
+            ),
+        )
+
+    def _forget_old(self) -> None:
+        limit = time.monotonic() - FORGET_AFTER_S
+        while self._streams:
+            key, stream = next(iter(self._streams.items()))
+            if stream.used > limit:
+                return
+            del self._streams[key]

@@ -1,0 +1,192 @@
+"""`tensorrt_llm`: runs sequences on an engine session, or echoes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from triton_repo.answers import AnswerOptions, IdAnswer
+from triton_repo.control import DrainWatcher
+from triton_repo.frontend.output import TextOptions
+from triton_repo.frontend.pipeline import MediaSpan
+from triton_repo.frontend.problems import problem
+from triton_repo.frontend.sampling import parse_sampling
+from triton_repo.frontend.words import from_word_list
+from triton_repo.generation.base import GenerationCall, Generator
+from triton_repo.generation.channel import ChannelServer, socket_path
+from triton_repo.generation.echo import EchoGenerator
+from triton_repo.generation.metrics import Metrics
+from triton_repo.generation.service import GenerationService
+from triton_repo.models.base import (
+    decoupled,
+    limit_threads,
+    refuse_to_start,
+    set_up_logging,
+    tensors_of,
+)
+from triton_repo.parameters import GenerationParameters, model_parameters, open_tokenizer
+from triton_repo.replies import ReplyLoop, describe
+from triton_repo.tensor_io import Row, check_parameters, read_rows
+from triton_repo.tensors import GENERATION_INPUTS, REQUEST, Field
+
+_PUBLIC = {f.tensorrt_llm: f.name for f in REQUEST if f.tensorrt_llm is not None}
+_FIELDS = [(t.name, Field(_PUBLIC.get(t.name, t.name), t.dtype, t.dims)) for t in GENERATION_INPUTS]
+_WORD_LISTS = ("stop_words_list", "bad_words_list")
+
+
+class TensorrtLlm:
+    """The model behind `tensorrt_llm/1/model.py`."""
+
+    def __init__(self, pb_utils: Any, args: Mapping[str, str]) -> None:
+        set_up_logging("tensorrt_llm")
+        try:
+            parameters, directory, config = model_parameters(GenerationParameters, args)
+            limit_threads(parameters.threads)
+            self._parameters = parameters
+            self._decoupled = decoupled(config)
+            self._service = GenerationService(
+                _open_generator(parameters, directory),
+                open_tokenizer(parameters, directory),
+                Metrics(pb_utils, "tensorrt_llm"),
+            )
+            path = socket_path(parameters.repository_id)
+            self._channel = ChannelServer(path, self._service)
+        except Exception as error:
+            refuse_to_start(pb_utils, error)
+        self._replies = ReplyLoop(pb_utils)
+        self._drain = DrainWatcher("tensorrt_llm", self._on_drain)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Start the sequences of each request; answers come from other threads."""
+        for request in requests:
+            self._start(request)
+
+    def close(self) -> None:
+        """End every sequence, then the threads."""
+        self._drain.close()
+        self._channel.close()
+        self._service.close()
+        self._replies.wait_idle(2.0)
+        self._replies.close()
+
+    def _on_drain(self, grace_s: float) -> None:
+        self._service.drain(grace_s)
+        self._replies.wait_idle(2.0)
+
+    def _start(self, request: Any) -> None:
+        answer: IdAnswer | None = None
+        reply = self._replies.open(request, lambda: answer.cancel() if answer else None)
+        request_id = request.request_id()
+        try:
+            tensors = tensors_of(request)
+            check_parameters(request.parameters(), list(_PUBLIC.values()))
+            rows = read_rows({k: v for k, v in tensors.items() if k not in _WORD_LISTS}, _FIELDS)
+            if rows[0].get("stop"):
+                self._service.cancel_request(request_id)
+                reply.end()
+                return
+            for index, row in enumerate(rows):
+                row.update({k: tensors[k][index] for k in _WORD_LISTS if k in tensors})
+            options = AnswerOptions.of(rows[0], self._parameters.exclude_input_in_output)
+            if options.streaming and not self._decoupled:
+                raise problem("stream", "Streaming is only supported in decoupled mode")
+            calls = [self._call(row) for row in rows]
+            answer = IdAnswer(reply, options, calls)
+            for sequence in answer.sequences:
+                offsets = _offsets(rows[sequence.row])
+                if sequence.index == 0 and offsets is not None:
+                    sequence.extra["PROMPT_TOKEN_OFFSETS"] = offsets
+        except Exception as error:
+            reply.fail(*describe(error))
+            return
+        for sequence in answer.sequences:
+            number = self._service.submit(
+                sequence.call, partial(answer.on_event, sequence), request_id
+            )
+            sequence.cancel = partial(self._service.cancel, number)
+        if reply.cancel_seen:
+            answer.cancel()
+
+    def _call(self, row: Row) -> GenerationCall:
+        for name in ("input_ids", "input_lengths", "request_output_len"):
+            if row.get(name) is None:
+                raise problem(name, "is required")
+        length, padded = row["input_lengths"], row["input_ids"]
+        if not 1 <= length <= len(padded):
+            raise problem(
+                "input_lengths", "is out of range", expected=f"1 to {len(padded)}", found=length
+            )
+        ids = padded[:length]
+        vocabulary = self._parameters.vocab_size
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            bad = next(i for i in ids if not 0 <= i < vocabulary)
+            raise problem(
+                "input_ids", "holds an id that is out of range",
+                expected=f"0 to {vocabulary - 1}", found=bad,
+            )  # fmt: skip
+        state = json.loads(row.get("request_state") or "{}")
+        task = state.get("task", "generate")
+        if task == "generate" and row["request_output_len"] < 1:
+            raise problem(
+                "request_output_len", "is out of range", expected=">= 1",
+                found=row["request_output_len"],
+            )  # fmt: skip
+        end_ids = tuple(state.get("end_ids", ()))
+        if "end_ids" not in state and row.get("end_id", -1) not in (None, -1):
+            end_ids = (row["end_id"],)
+        text = state.get("text", {})
+        words = {
+            name: from_word_list(name, row[name]) if name in row else [] for name in _WORD_LISTS
+        }
+        return GenerationCall(
+            prompt_ids=ids,
+            max_tokens=row["request_output_len"],
+            sampling=parse_sampling(row),
+            end_ids=end_ids,
+            stop_ids=words["stop_words_list"],
+            bad_ids=words["bad_words_list"],
+            text=TextOptions(
+                tuple(text.get("stop_words", ())),
+                text.get("include_stop", False),
+                text.get("skip_special_tokens", True),
+                end_ids,
+            ),
+            cache_salt_id=row.get("cache_salt_id"),
+            task=task,
+            media=[MediaSpan(**span) for span in state.get("media", ())],
+            echo=self._echo(row, state) if self._parameters.generation == "echo" else {},
+        )
+
+    def _echo(self, row: Row, state: Mapping[str, Any]) -> dict[str, Any]:
+        padded: list[int] = row["input_ids"]
+        real = row["input_lengths"]
+        return {
+            "input_ids": padded,
+            "attention_mask": row.get("attention_mask", [1] * real + [0] * (len(padded) - real)),
+            "offsets": _offsets(row),
+            "mm_views": state.get("mm_views", {}),
+            "pad_id": row.get("pad_id"),
+            "echo_output_ids": row.get("echo_output_ids"),
+            "echo_delay_ms": row.get("echo_delay_ms"),
+        }
+
+
+def _offsets(row: Row) -> list[tuple[int, int]] | None:
+    flat = row.get("prompt_token_offsets")
+    return None if flat is None else list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _open_generator(parameters: GenerationParameters, directory: Any) -> Generator:
+    if parameters.generation == "echo":
+        return EchoGenerator()
+    # torch and the runtime are not needed for an echo, and take a second to import.
+    from triton_repo.generation.engine import EngineGenerator
+
+    return EngineGenerator(
+        directory / parameters.engine_dir,
+        parameters.executor,
+        parameters.device,
+        parameters.max_queue,
+    )
