@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from build_scripts import options
+from build_scripts import options, output
 
 
 def command(
@@ -41,3 +41,22 @@ def command(
       build-engine all Qwen3.8-Flash-Next served
       build-engine all Qwen3.8-Flash-Next served --dtype float32 --max-seq-len 4096
     """
+    from build_scripts import chain, engines
+
+    request = engines.Request(
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_input_len=max_input_len,
+        max_draft_len=max_draft_len,
+        chunk_size=chunk_size,
+        flavor=flavor.value,
+        targets=options.targets(target),
+        weights=weights.value,
+    )
+    with output.reserved_stdout(json):
+        result = chain.run(hf_dir, out_dir, dtype.value if dtype else None, request, tokenizer)
+    if json:
+        output.emit_json(result.as_dict())
+    else:
+        result.print()
+    return EXIT_OK if result.verification.passed else EXIT_VERIFICATION_FAILED

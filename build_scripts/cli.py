@@ -26,9 +26,11 @@ from build_scripts import (
     serve,
     verify,
 )
+from build_scripts.packages import package_of
 from plugins.support.errors import (
     EXIT_OK,
     EXIT_USAGE,
+    CapabilityError,
     InputError,
     ToolchainError,
     UsageError,
@@ -106,6 +108,17 @@ def execute(arguments: Sequence[str]) -> int:
         # The reader went away (`| head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNEXPECTED
+    except ModuleNotFoundError as error:
+        package = package_of(error.name or "")
+        if package is None:
+            return _unexpected(error, as_json)
+        _trace()
+        missing = CapabilityError(
+            f"a package is not installed: {package.name}",
+            where=f"needed by {package.needed_by}",
+            fix=package.install,
+        )
+        return output.report_error(missing, as_json)
     except (OSError, MemoryError) as error:
         _trace()
         problem = InputError(

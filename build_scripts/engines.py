@@ -7,10 +7,8 @@ directory appears under its name only when it is whole.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,18 +18,23 @@ from build_scripts import output
 from converters.definition import TOKEN_BLOCK, Definition, EngineLimits
 from converters.registry import family_of, read_checkpoint_config
 from plugins.support.atomic import atomic_directory, link_or_copy, refuse_existing
-from plugins.support.errors import UsageError
+from plugins.support.errors import CapabilityError, UsageError
 from plugins.support.progress import progress
 from plugins.trt.backend import load_backend
-from plugins.trt.builder import LayerReport, build_serialized, fingerprint
+from plugins.trt.builder import Plan, build_serialized, fingerprint
 from plugins.trt.network import Network
+from plugins.trt.progress import BUILD_STEPS
 from plugins.trt.weights import SafetensorsSource, WeightPolicy
 from runtime import contract
 from runtime.cache_plan import CachePlan
+from runtime.contract import TensorSpec
 from runtime.identity import WeightsIdentity, weights_identity
 from runtime.interpreter.trace import trace
 
 WeightMode = Literal["auto", "inputs", "embedded"]
+
+# What the library and the definition of a large network take before any weight is counted.
+BUILDER_BYTES = 1_500_000_000
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,11 @@ class Result:
     engine_dir: Path
     config: contract.EngineConfig
     limits: Limits
-    reports: dict[str, LayerReport]
-    seconds: dict[str, float]
+    plans: dict[contract.Phase, Plan]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
+        cache = self.config.cache_plan
         return {
             "engine_dir": str(self.engine_dir),
             "flavor": self.config.flavor,
@@ -138,32 +141,24 @@ class Result:
                     "file": entry.file,
                     "bytes": entry.file_bytes,
                     "fingerprint": entry.fingerprint,
-                    "seconds": round(self.seconds[phase], 2),
-                    "report": self.reports[phase].summary(),
+                    "seconds": round(self.plans[phase].seconds, 2),
+                    "report": self.plans[phase].report.summary(),
                 }
                 for phase, entry in self.config.engines.items()
             },
-            "cache_bytes_per_token": self.config.cache_plan.bytes_per_token,
-            "cache_bytes_per_sequence": self.config.cache_plan.bytes_per_sequence,
+            "cache_bytes_per_token": cache.bytes_per_token,
+            "cache_bytes_per_sequence": cache.bytes_per_sequence,
         }
 
     def print(self) -> None:
         """For people, on standard output."""
-        rows = []
-        for phase, entry in self.config.engines.items():
-            report = self.reports[phase].summary()
-            built = (phase, output.size(entry.file_bytes), f"{self.seconds[phase]:.1f} s")
-            rows.append((*built, *map(str, report.values())))
-        columns = (
-            "engine",
-            "file",
-            "bytes",
-            "built in",
-            *next(iter(self.reports.values())).summary(),
-        )
-        output.table(f"{self.engine_dir}", columns, rows)
-        columns, *lines = self.config.cache_plan.rows()
-        output.table("Cache plan (bytes)", columns, lines)
+        facts: dict[str, list[object]] = {}
+        for plan in self.plans.values():
+            shown = {"plan bytes": plan.nbytes, "built in": f"{plan.seconds:.1f} s"}
+            for name, value in (shown | plan.report.summary()).items():
+                facts.setdefault(name, []).append(value)
+        rows = [(name, *values) for name, values in facts.items()]
+        output.table(f"{self.engine_dir}: engines", ("fact", *self.plans), rows)
 
 
 def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
@@ -179,21 +174,150 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     backend = load_backend(request.flavor)
     capability = backend.capability(request.targets, (config.dtype, "float32"))
     weights = ckpt_dir / contract.weights_file()
-    source = SafetensorsSource(weights)
-    identity = weights_identity(weights)
+    source, identity = SafetensorsSource(weights), weights_identity(weights)
+    output.say(
+        f"{backend.flavor} {backend.version} for compute capability "
+        f"{', '.join(capability.targets) or 'of this machine'}; weights {request.weights}"
+    )
+    output.say("limits: " + ", ".join(f"{k} {v}" for k, v in asdict(limits).items()))
+
+    defined: dict[contract.Phase, tuple[Network, Definition]] = {}
+    for phase in contract.PHASES:
+        net = Network(backend, capability, source, WeightPolicy(request.weights))
+        defined[phase] = net, family.define(net, config, phase, limits.engine_limits())
+    cache_plan = CachePlan.from_tensors(
+        _inputs(*defined["context"]), limits.max_batch_size, limits.max_seq_len
+    )
+    _announce_memory([net for net, _ in defined.values()], cache_plan, identity)
+
     with atomic_directory(engine_dir, "engine directory") as work:
         link_or_copy(weights, work / contract.weights_file())
-        tokenizer = ckpt_dir / contract.TOKENIZER_DIR
-        if tokenizer.is_dir():
-            shutil.copytree(tokenizer, work / contract.TOKENIZER_DIR)
-        else:
-            output.say("the checkpoint has no tokenizer: run and repo need ids or --tokenizer DIR")
-        policy = WeightPolicy(request.weights)
-        networks = {}
-        for phase in contract.PHASES:
-            net = Network(backend, capability, source, policy)
-            networks[phase] = net, family.define(net, config, phase, limits.engine_limits())
-        built = {
-            phase: _build_phase(net, definition, phase, work, identity)
-            for phase, (net, definition) in networks.items()
-        }
+        _copy_tokenizer(ckpt_dir, work)
+        entries: dict[contract.Phase, contract.EngineEntry] = {}
+        plans: dict[contract.Phase, Plan] = {}
+        for phase, (net, definition) in defined.items():
+            entries[phase], plans[phase] = _build_phase(net, definition, phase, work, identity)
+        reports = {phase: plan.report.as_dict() for phase, plan in plans.items()}
+        (work / contract.LAYER_REPORT_FILE).write_text(json.dumps(reports, indent=1) + "\n")
+        engine_config = contract.EngineConfig(
+            producer=f"trtllm-toolchain {version('trtllm-toolchain')}",
+            flavor=backend.flavor,
+            tensorrt_version=backend.version,
+            targets=capability.targets,
+            engines=entries,
+            weights=contract.WeightsEntry(
+                mode=request.weights, file=contract.weights_file(), identity=identity
+            ),
+            cache_plan=cache_plan,
+            host_inputs=family.host_inputs(config),
+            pretrained_config=config.model_dump(mode="json"),
+            build_config=_build_config(limits),
+        )
+        contract.write_config(engine_config, work)
+        # What is published must be what `run` and `serve` accept.
+        contract.check_files(contract.read_config(work), work)
+    return Result(engine_dir, engine_config, limits, plans)
+
+
+def _build_config(limits: Limits) -> contract.BuildConfig:
+    sizes = asdict(limits)
+    del sizes["chunk_size"]
+    return contract.BuildConfig(**sizes)
+
+
+def _copy_tokenizer(ckpt_dir: Path, work: Path) -> None:
+    tokenizer = ckpt_dir / contract.TOKENIZER_DIR
+    if tokenizer.is_dir():
+        shutil.copytree(tokenizer, work / contract.TOKENIZER_DIR)
+    else:
+        output.say("the checkpoint has no tokenizer: run takes ids, repo asks for --tokenizer")
+
+
+def _build_phase(
+    net: Network,
+    definition: Definition,
+    phase: contract.Phase,
+    work: Path,
+    identity: WeightsIdentity,
+) -> tuple[contract.EngineEntry, Plan]:
+    """Write the program and the engine of one phase into `work`."""
+    program = trace(net)
+    program_path = work / contract.program_file(phase)
+    program.save(program_path)
+    engine_path = work / contract.engine_file(phase)
+    with progress(f"{phase} engine", BUILD_STEPS) as reporter:
+        plan = build_serialized(net, definition.profile, engine_path, reporter)
+    entry = contract.EngineEntry(
+        file=engine_path.name,
+        file_bytes=plan.nbytes,
+        program=program_path.name,
+        program_bytes=program_path.stat().st_size,
+        sha256=plan.sha256,
+        fingerprint=fingerprint(
+            program,
+            identity.header,
+            definition.profile,
+            plan.targets,
+            f"{net.capability.flavor} {net.capability.version}",
+        ),
+        inputs=_inputs(net, definition),
+        outputs=_outputs(net),
+        profile={
+            name: contract.Range(min=least, opt=best, max=most)
+            for name, (least, best, most) in definition.profile.items()
+        },
+    )
+    return entry, plan
+
+
+def _inputs(net: Network, definition: Definition) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(
+            name=name,
+            dtype=net.dtype(tensor),
+            shape=net.shape(tensor),
+            kind=definition.kinds.get(name, "weight"),
+        )
+        for name, tensor in net.inputs.items()
+    )
+
+
+def _outputs(net: Network) -> tuple[TensorSpec, ...]:
+    def kind(name: str) -> Literal["cache", "state", "logits"]:
+        if name in net.aliases:
+            return "cache"
+        return "state" if name.endswith(".next") else "logits"
+
+    return tuple(
+        TensorSpec(name=name, dtype=net.dtype(t), shape=net.shape(t), kind=kind(name))
+        for name, t in net.outputs.items()
+    )
+
+
+def _announce_memory(
+    networks: list[Network], cache_plan: CachePlan, identity: WeightsIdentity
+) -> None:
+    """Say what building and serving will take; refuse a build that cannot fit this machine."""
+    embedded = max(sum(c.array.nbytes for c in net.constants.values()) for net in networks)
+    output.say(
+        f"to serve: weights {output.size(identity.bytes)}, caches and states "
+        f"{output.size(cache_plan.total_bytes)} "
+        f"({output.size(cache_plan.bytes_per_sequence)} per sequence; "
+        "--max-batch-size and --max-seq-len lower it)"
+    )
+    needed, free = embedded + BUILDER_BYTES, _free_memory()
+    output.say(f"to build: about {output.size(needed)} of memory, {output.size(free)} free")
+    if needed > free:
+        raise CapabilityError(
+            "this machine has too little free memory for the build",
+            expected=f"about {output.size(needed)}, of which {output.size(embedded)} are weights",
+            found=f"{output.size(free)} free",
+            fix="--weights inputs keeps the weights out of the engines",
+        )
+
+
+def _free_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise CapabilityError("the system does not tell its free memory", where="/proc/meminfo")

@@ -17,31 +17,7 @@ from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Package:
-    """One dependency: distribution and import name, the verbs that need it, how to install it."""
-
-    name: str
-    module: str
-    needed_by: str
-    extra: str | None = None
-
-
-PACKAGES = (
-    Package("torch", "torch", "every verb"),
-    Package("transformers", "transformers", "verify; repo and serve (tokenizer)"),
-    Package("safetensors", "safetensors", "every verb"),
-    Package("tokenizers", "tokenizers", "run --prompt, serve"),
-    Package("pydantic", "pydantic", "every verb"),
-    Package("numpy", "numpy", "every verb"),
-    Package("tensorrt_rtx", "tensorrt_rtx", "build --flavor tensorrt_rtx", "rtx"),
-    Package("tensorrt", "tensorrt", "build --flavor tensorrt; run on data-centre GPUs", "trt"),
-    Package("nvidia-pytriton", "pytriton", "serve (carries tritonserver)", "serve"),
-    Package("tritonclient", "tritonclient.grpc", "requests to serve", "serve"),
-    Package("triton", "triton", "sparse-attention kernels on GPUs", "kernels"),
-    Package("nvidia-modelopt", "modelopt", "quantization", "quantize"),
-)
+from build_scripts.packages import PACKAGES, Package
 
 
 @dataclass(frozen=True)
@@ -88,8 +64,7 @@ def _look(package: Package) -> Dependency:
             importlib.import_module(package.module)
         except Exception as error:
             state = f"broken: {' '.join(str(error).split())[:120]}"
-    wanted = f"trtllm-toolchain[{package.extra}]" if package.extra else "trtllm-toolchain"
-    install = "" if state == "ok" else f"pip install '{wanted}'"
+    install = "" if state == "ok" else package.install
     return Dependency(
         package.name, version, state, package.needed_by, install, package.extra is None
     )
@@ -157,6 +132,6 @@ def _verbs(ok: set[str], flavors: list[str], gpus: list[dict[str, str]]) -> dict
         "build": build,
         "verify": "yes, on the interpreter" if "transformers" in ok else "no: transformers",
         "run": run,
-        "repo": "yes",
+        "repo": "yes" if "tritonclient" in ok else "no: pip install 'trtllm-toolchain[serve]'",
         "serve": server if can_serve else "no: pip install 'trtllm-toolchain[serve]'",
     }

@@ -9,7 +9,6 @@ proves nothing; therefore each of the family's negative controls has to fail it.
 from __future__ import annotations
 
 import importlib
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,15 +17,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from converters.registry import FAMILIES
 from safetensors.torch import save_file
 
 from build_scripts import output
 from build_scripts.scores import KL_BOUND, LOGITS, RELATIVE_BOUND, LogitsScore, Score, finite, score
+from converters.registry import FAMILIES
 from plugins.support.progress import progress
 from runtime.contract import PHASES, EngineConfig, Phase, TensorSpec, check_files, read_config
 from runtime.engine import Engine, Row
-from runtime.executors.interpreter import MappedWeights
+from runtime.executors.weights import MappedWeights
 from runtime.host_inputs import HostInput, open_host_inputs
 from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.program import Program
@@ -275,7 +274,7 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         for control in controls:
             changed = control.weights(weights)
             with _mistaken_hosts(config, engine_dir, control, changed) as mistaken:
-                scores = compare(ChainMap(changed, weights), mistaken, promote=True)
+                scores = compare(dict(weights) | changed, mistaken, promote=True)
             noticed.append(_control(control.name, scores))
             reporter.advance(1, control.name)
     return Result(engine_dir, hf_dir, len(ids), pretrained["dtype"], definition, as_built, noticed)
