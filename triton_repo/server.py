@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -29,8 +30,10 @@ SHARED_MEMORY = Path("/dev/shm")
 # The Python backend's default; one such region per model instance at start.
 SHARED_MEMORY_PER_INSTANCE = 1 << 20
 READY_POLL_S = 0.05
-# After the drain nothing runs any more, so a longer wait only hides a hang.
-SERVER_EXIT_TIMEOUT_S = 5
+# At the end no model is loaded; the server only waits this long for idle connections to close.
+SERVER_EXIT_TIMEOUT_S = 2
+UNLOAD_TIMEOUT_S = 5.0
+_KEY_HEADER = "launcher-key"
 LOG_TAIL_LINES = 15
 _PR_SET_PDEATHSIG = 1
 _LOAD_FAILURE = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
@@ -67,6 +70,7 @@ class TritonServer:
     grace_s: float = 2.0
     environment: dict[str, str] = field(default_factory=dict)
 
+    _key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     _process: subprocess.Popen[bytes] | None = None
     _work: Path | None = None
     _log: Path | None = None
@@ -135,6 +139,11 @@ class TritonServer:
             f"--metrics-port={self.ports.metrics}",
             # Auto-completion starts a throw-away process per model; generated configs are complete.
             "--disable-auto-complete-config",
+            # Models are unloaded one by one at the end; nobody but this launcher can ask for it.
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            f"--http-restricted-api=model-repository:{_KEY_HEADER}={self._key}",
+            f"--grpc-restricted-protocol=model-repository:{_KEY_HEADER}={self._key}",
             "--model-load-thread-count=8",
             f"--exit-timeout-secs={SERVER_EXIT_TIMEOUT_S}",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix()}",
@@ -173,6 +182,8 @@ class TritonServer:
         if drain and process.poll() is None:
             request_drain(work / "control", self.grace_s, timeout_s=self.grace_s + 3.0)
         if process.poll() is None:
+            self._unload()
+        if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
             clean = process.wait(timeout=SERVER_EXIT_TIMEOUT_S + 5.0) == 0
@@ -187,6 +198,27 @@ class TritonServer:
         shutil.rmtree(work, ignore_errors=True)
         self._process = self._work = None
         return clean
+
+    def _unload(self) -> None:
+        """Unload every model while the server still answers; wait until all are gone.
+
+        Told to exit, the server spends its whole time on idle client connections first, and then
+        leaves without unloading.
+        """
+        deadline = time.monotonic() + UNLOAD_TIMEOUT_S
+        headers = {f"triton-grpc-protocol-{_KEY_HEADER}": self._key, _KEY_HEADER: self._key}
+        api = f"{self.http_url}/v2/repository"
+        with contextlib.suppress(requests.RequestException, ValueError, KeyError):
+            with requests.Session() as session:
+                session.headers.update(headers)
+                while time.monotonic() < deadline:
+                    index = session.post(f"{api}/index", json={}, timeout=2.0).json()
+                    live = {m["name"] for m in index if m.get("state") not in (None, "UNAVAILABLE")}
+                    if not live:
+                        return
+                    for name in live - {m["name"] for m in index if m.get("state") == "UNLOADING"}:
+                        session.post(f"{api}/models/{name}/unload", json={}, timeout=5.0)
+                    time.sleep(READY_POLL_S)
 
     def _shm_prefix(self) -> str:
         # Several servers may share /dev/shm, each with regions of its own.
