@@ -1,0 +1,329 @@
+"""Hugging Face checkpoint -> TensorRT-LLM checkpoint: plan, validate, execute, publish.
+
+Everything that headers and configurations can tell is checked before the first byte is converted;
+after that a tensor at a time is streamed in bounded memory into a directory that appears whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from converters.checkpoint.config import (
+    TOKENIZER_DIR,
+    WEIGHTS_FILE,
+    CheckpointConfig,
+    ComputeDType,
+    write_config,
+)
+from converters.checkpoint.header import TensorEntry
+from converters.checkpoint.match import Findings, Ignored, unexpected_names
+from converters.checkpoint.partial import resumable_directory
+from converters.checkpoint.recipe import Output, Recipe, Wanted
+from converters.checkpoint.source import SourceCheckpoint
+from converters.checkpoint.tokenizer_files import TokenizerFiles
+from converters.checkpoint.write import CHUNK_BYTES, OutputFile, run_tasks, split_tasks
+from converters.family import TensorPlan
+from converters.registry import family_for
+from plugins.support.atomic import refuse_existing
+from plugins.support.dtypes import BY_NAME
+from plugins.support.errors import InputError, UsageError
+from plugins.support.progress import progress
+
+_COMPUTE: tuple[str, ...] = get_args(ComputeDType)
+# Buffers of one worker: a chunk as read, widened for checks, and as written.
+_CHUNKS_PER_WORKER = 6
+_CONFIG_RESERVE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A validated conversion. Nothing has been written.
+
+    Attributes:
+        source: the opened checkpoint.
+        config: of the result.
+        recipes: how each tensor is made, in the order of the output file.
+        ignored: tensors that are left out on purpose.
+        tokenizer: files that go along.
+        workers: tasks at a time.
+    """
+
+    source: SourceCheckpoint
+    config: CheckpointConfig
+    recipes: tuple[Recipe, ...]
+    ignored: tuple[Ignored, ...]
+    tokenizer: TokenizerFiles
+    workers: int
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Tensors of the result in file order."""
+        return [output for recipe in self.recipes for output in recipe.outputs]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of all source tensors that are used."""
+        return sum(entry.nbytes for recipe in self.recipes for entry in recipe.sources)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all target tensors."""
+        return sum(output.nbytes for output in self.outputs)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Most memory that tensors take at a time, whatever the checkpoint's size."""
+        return self.workers * _CHUNKS_PER_WORKER * CHUNK_BYTES
+
+    def lines(self) -> list[str]:
+        """What will happen, for people."""
+        used = sum(len(recipe.sources) for recipe in self.recipes)
+        kinds = sorted({output.dtype.name for output in self.outputs})
+        result = [
+            f"{self.config.architecture}: {used} tensors ({self.bytes_read / 1e9:.2f} GB) -> "
+            f"{len(self.outputs)} tensors ({self.bytes_written / 1e9:.2f} GB), {', '.join(kinds)}",
+            f"memory for tensors: at most {self.buffer_bytes / 1e6:.0f} MB, {self.workers} workers",
+        ]
+        result += [f"left out: {len(g.names)} tensors ({g.reason})" for g in self.ignored]
+        if not self.tokenizer.files:
+            result.append(
+                "no tokenizer files: the result runs by token ids; "
+                "`build-engine repo` will ask for --tokenizer DIR"
+            )
+        return result
+
+    def as_dict(self) -> dict[str, Any]:
+        """What will happen, for programs."""
+        return {
+            "architecture": self.config.architecture,
+            "dtype": self.config.dtype,
+            "source_tensors": sum(len(recipe.sources) for recipe in self.recipes),
+            "tensors": len(self.outputs),
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "buffer_bytes": self.buffer_bytes,
+            "ignored": {group.reason: len(group.names) for group in self.ignored},
+            "tokenizer_files": [path.name for path in self.tokenizer.files],
+        }
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """A finished conversion.
+
+    Attributes:
+        plan: what was done.
+        directory: the TensorRT-LLM checkpoint.
+        seconds: of the execution.
+        small_values: tensor -> values that a narrower type made subnormal or zero.
+    """
+
+    plan: ConversionPlan
+    directory: Path
+    seconds: float
+    small_values: dict[str, int]
+
+    def lines(self) -> list[str]:
+        """The result, for people."""
+        rate = self.plan.bytes_read / max(self.seconds, 1e-9) / 1e6
+        result = [
+            *self.plan.lines(),
+            f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)",
+        ]
+        if self.small_values:
+            result.append(
+                f"{sum(self.small_values.values())} values in {len(self.small_values)} tensors "
+                f"became subnormal or zero in {self.plan.config.dtype}"
+            )
+        return result
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result, for programs."""
+        return {
+            **self.plan.as_dict(),
+            "directory": str(self.directory),
+            "seconds": self.seconds,
+            "small_values": self.small_values,
+        }
+
+
+def plan_conversion(
+    hf_dir: Path, ckpt_dir: Path, dtype: str | None = None, *, workers: int = 2
+) -> ConversionPlan:
+    """Check everything and say what would be done.
+
+    Args:
+        hf_dir: Hugging Face checkpoint directory.
+        ckpt_dir: where the result would go; must not exist, and not be `hf_dir`.
+        dtype: "float32", "float16" or "bfloat16"; the checkpoint's own when None.
+        workers: tensors that are converted at a time.
+
+    Raises UsageError for wrong arguments, InputError for anything wrong in the checkpoint.
+    """
+    if workers < 1:
+        raise UsageError("at least one worker is needed", found=str(workers))
+    if dtype is not None and dtype not in _COMPUTE:
+        raise UsageError("unknown dtype", expected=", ".join(_COMPUTE), found=dtype)
+    if hf_dir.resolve() == ckpt_dir.resolve():
+        raise UsageError("input and output are the same directory", where=str(ckpt_dir))
+    refuse_existing(ckpt_dir, "checkpoint directory")
+    source = SourceCheckpoint.open(hf_dir)
+    where = str(hf_dir / "config.json")
+    family = family_for(source.config.get("model_type"), where)
+    stored = _stored_dtype(source)
+    config = family.plan_config(source, dtype or stored)  # type: ignore[arg-type]
+    tokenizer = TokenizerFiles.find(hf_dir, config.vocab_size)
+    tensors = family.plan_tensors(source, config)
+    recipes = _resolve(source, tensors, config.dtype, strict=dtype is None)
+    # Wide elements first, so that every tensor begins at a multiple of its element size.
+    recipes.sort(key=lambda recipe: -recipe.outputs[0].dtype.bits)
+    plan = ConversionPlan(
+        source, config, tuple(recipes), tuple(tensors.ignored), tokenizer, workers
+    )
+    _check_disk(plan, ckpt_dir)
+    return plan
+
+
+def convert(
+    hf_dir: Path, ckpt_dir: Path, dtype: str | None = None, *, workers: int = 2
+) -> ConversionReport:
+    """Plan and execute; see `plan_conversion` for the arguments and errors.
+
+    When the process is killed, the same call continues where it stopped and the result is the same
+    to the last byte.
+    """
+    return execute(plan_conversion(hf_dir, ckpt_dir, dtype, workers=workers), ckpt_dir)
+
+
+def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
+    """Write the checkpoint of a plan to `ckpt_dir`."""
+    tasks = split_tasks(plan.recipes)
+    start = time.monotonic()
+    with resumable_directory(ckpt_dir, _fingerprint(plan), "checkpoint directory") as partial:
+        with (
+            OutputFile(partial.work / WEIGHTS_FILE, plan.outputs) as file,
+            progress("convert", plan.bytes_read, "bytes") as bar,
+        ):
+            counts = run_tasks(tasks, partial, file, operations={}, workers=plan.workers, bar=bar)
+        if plan.source.identity() != plan.config.source:
+            raise InputError(
+                "the source checkpoint changed while it was converted",
+                where=str(plan.source.directory),
+                fix="convert again when nothing writes to it",
+            )
+        plan.tokenizer.copy_to(partial.work / TOKENIZER_DIR)
+        write_config(partial.work, plan.config)
+    return ConversionReport(plan, ckpt_dir, time.monotonic() - start, dict(counts.small))
+
+
+def _stored_dtype(source: SourceCheckpoint) -> str:
+    """The type that most of the weights' elements have, checked against the declared one."""
+    elements: dict[str, int] = {}
+    for entry in source.tensors.values():
+        if entry.dtype.name in _COMPUTE:
+            count = entry.nbytes * 8 // entry.dtype.bits
+            elements[entry.dtype.name] = elements.get(entry.dtype.name, 0) + count
+    if not elements:
+        raise InputError(
+            "no tensor of the checkpoint has a floating-point type that can be computed in",
+            where=str(source.directory),
+            expected=", ".join(_COMPUTE),
+        )
+    stored = max(elements, key=lambda name: elements[name])
+    text = source.config.get("text_config")
+    for block, place in ((source.config, "config.json"), (text, "config.json: text_config")):
+        declared = block.get("dtype", block.get("torch_dtype")) if isinstance(block, dict) else None
+        if declared is not None and declared != stored:
+            raise InputError(
+                "the configuration declares another type than the weights have",
+                where=f"{source.directory}: {place}",
+                expected=f"{stored}, as most weights are",
+                found=f"dtype {declared}",
+                fix="correct dtype in config.json; --dtype then converts to another type",
+            )
+    return stored
+
+
+def _resolve(
+    source: SourceCheckpoint, plan: TensorPlan, dtype: str, *, strict: bool
+) -> list[Recipe]:
+    """Recipes for all wanted tensors; one error for everything that does not fit.
+
+    With `strict`, a tensor of another floating type than the checkpoint's is an error unless the
+    family expects it; otherwise all are cast.
+    """
+    findings = Findings([], [], {})
+    recipes, used = [], []
+    for wanted in plan.wanted:
+        entries = []
+        for part in wanted.parts:
+            name = plan.names.get(part.name)
+            if name is None:
+                findings.missing.append(part.name)
+                continue
+            entry = source.tensors[name]
+            used.append(name)
+            entries.append(entry)
+            if entry.shape != part.shape:
+                findings.wrong[name] = (f"shape {list(part.shape)}", f"{list(entry.shape)}")
+            elif not _fits(entry, wanted, dtype, strict):
+                findings.wrong[name] = (dtype if strict else "a float type", entry.dtype.name)
+        if len(entries) == len(wanted.parts):
+            recipes.append(_copy_recipe(wanted, entries, dtype))
+    findings.unexpected = unexpected_names(source.tensors, used, plan.ignored)
+    findings.raise_if_any(str(source.directory))
+    return recipes
+
+
+def _fits(entry: TensorEntry, wanted: Wanted, dtype: str, strict: bool) -> bool:
+    name = entry.dtype.name
+    if name == dtype:
+        return True
+    if name not in _COMPUTE:
+        return False
+    widened = (wanted.keep_float32 or wanted.may_widen) and name == "float32"
+    return widened or not strict
+
+
+def _copy_recipe(wanted: Wanted, entries: list[TensorEntry], dtype: str) -> Recipe:
+    kept = wanted.keep_float32 and all(entry.dtype.name == "float32" for entry in entries)
+    target = BY_NAME["float32" if kept else dtype]
+    return Recipe((Output(wanted.target, target, wanted.shape),), tuple(entries))
+
+
+def _check_disk(plan: ConversionPlan, ckpt_dir: Path) -> None:
+    parent = ckpt_dir.resolve().parent
+    while not parent.exists():
+        parent = parent.parent
+    files = sum(path.stat().st_size for path in plan.tokenizer.files)
+    needed = plan.bytes_written + files + _CONFIG_RESERVE
+    partial = ckpt_dir.with_name(f".{ckpt_dir.name}.partial") / WEIGHTS_FILE
+    if partial.exists():
+        # Blocks that an interrupted run has filled already.
+        needed -= min(needed, partial.stat().st_blocks * 512)
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise InputError(
+            "not enough disk space for the result",
+            where=str(parent),
+            expected=f"{needed / 1e9:.2f} GB",
+            found=f"{free / 1e9:.2f} GB free",
+        )
+
+
+def _fingerprint(plan: ConversionPlan) -> str:
+    """Changes with the source, the target layout and the type, not with the number of workers."""
+    digest = hashlib.sha256(plan.config.model_dump_json().encode())
+    for recipe in plan.recipes:
+        outputs = [(output.name, output.dtype.name, output.shape) for output in recipe.outputs]
+        digest.update(repr((outputs, recipe.operation, recipe.matrices)).encode())
+        for entry in recipe.sources:
+            digest.update(f"{entry.name}\0{entry.file.name}\0{entry.offset}\0".encode())
+    for path in plan.source.files:
+        digest.update(f"{path.name}\0{path.stat().st_mtime_ns}\0".encode())
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""Compares what a family wants with what a checkpoint holds, before any byte is converted."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from converters.checkpoint.header import TensorEntry
+from plugins.support.errors import InputError
+
+_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Tensors that are left out, and why; printed with the plan."""
+
+    reason: str
+    names: tuple[str, ...]
+
+
+@dataclass
+class Findings:
+    """Everything that is wrong with a checkpoint's tensors.
+
+    Attributes:
+        missing: canonical names that the family needs.
+        unexpected: names on disk that nobody asked for.
+        wrong: name -> (expected, found) for shapes and types.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    wrong: dict[str, tuple[str, str]]
+
+    def raise_if_any(self, where: str) -> None:
+        """Raise one InputError with a line per pattern of names."""
+        lines = [f"missing: {line}" for line in grouped(self.missing)]
+        lines += [f"unexpected: {line}" for line in grouped(self.unexpected)]
+        by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, reason in self.wrong.items():
+            by_reason[reason].append(name)
+        for (expected, found), names in by_reason.items():
+            lines += [f"expected {expected}, found {found}: {line}" for line in grouped(names)]
+        if lines:
+            count = len(self.missing) + len(self.unexpected) + len(self.wrong)
+            raise InputError(
+                f"{count} tensors of the checkpoint are not as the model needs them",
+                where=where,
+                found="\n" + "\n".join(f"    {line}" for line in lines),
+                fix=_probable_reason(self),
+            )
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """One line per pattern (numbers become `*`) with a count and the first names."""
+    patterns: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        patterns[re.sub(r"\d+", "*", name)].append(name)
+    lines = []
+    for pattern, group in sorted(patterns.items()):
+        if len(group) == 1:
+            lines.append(group[0])
+            continue
+        rest = ", …" if len(group) > _SAMPLES else ""
+        samples = ", ".join(sorted(group, key=natural_order)[:_SAMPLES])
+        lines.append(f"{len(group)} × {pattern} ({samples}{rest})")
+    return lines
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Sort key with numbers by value: shard_2 before shard_10."""
+    return [
+        (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)
+    ]
+
+
+def unexpected_names(
+    tensors: Mapping[str, TensorEntry], used: Iterable[str], ignored: Iterable[Ignored]
+) -> list[str]:
+    """Names that are neither used nor ignored for a stated reason."""
+    known = set(used)
+    for group in ignored:
+        known.update(group.names)
+    return sorted(tensors.keys() - known)
+
+
+def _probable_reason(findings: Findings) -> str:
+    if findings.missing and findings.unexpected:
+        return "the names do not fit: is this another model type or a newer layout?"
+    if findings.missing:
+        return "the download may be incomplete; nothing was converted"
+    return "check that config.json belongs to these weights; nothing was converted"

@@ -1,0 +1,98 @@
+"""An output directory that appears whole, and whose interrupted work can be taken up again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from plugins.support.atomic import refuse_existing
+from plugins.support.errors import InputError, ToolchainError, UsageError
+
+_JOURNAL = "journal"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Partial:
+    """The work directory and the list of tasks that are already done in it."""
+
+    def __init__(self, work: Path, done: set[int], journal: IO[str]) -> None:
+        self.work, self.done, self._journal = work, done, journal
+
+    def mark(self, task: int) -> None:
+        """Record a task whose bytes have all been handed to the operating system."""
+        self._journal.write(f"{task}\n")
+        self._journal.flush()
+
+
+@contextmanager
+def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Partial]:
+    """Yield a work directory beside `path`; rename it to `path` when the block ends well.
+
+    The work directory outlives a kill, an interrupt and a full disk. The next call with the same
+    fingerprint continues in it, one with another fingerprint starts anew. It is removed after any
+    other error. Marks of a process that was killed are trusted only until the machine restarts,
+    because written pages survive the process but not the machine.
+
+    Raises UsageError when `path` exists or another process is writing it, InputError when it
+    cannot be created.
+    """
+    refuse_existing(path, what)
+    work = path.with_name(f".{path.name}.partial")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        lock = (work / _JOURNAL).open("a+")
+    except OSError as error:
+        raise InputError(
+            f"the {what} cannot be created", where=str(path), found=error.strerror or str(error)
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"another process is writing this {what}", where=str(path)) from error
+        head = json.dumps({"fingerprint": fingerprint, "boot": _boot_id()})
+        done = _finished_tasks(lock, head)
+        if done is None:
+            _empty(work)
+            lock.truncate(0)
+            lock.write(head + "\n")
+            lock.flush()
+        try:
+            yield Partial(work, done or set(), lock)
+        except ToolchainError:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        (work / _JOURNAL).unlink()
+        if path.is_dir():
+            path.rmdir()
+        work.rename(path)
+
+
+def _finished_tasks(journal: IO[str], head: str) -> set[int] | None:
+    """Tasks done under this very head line; None when the work is another one's."""
+    journal.seek(0)
+    lines = journal.read().split("\n")
+    if lines[0] != head:
+        return None
+    # The last piece has no line end: either empty or torn by the kill.
+    return {int(line) for line in lines[1:-1]}
+
+
+def _empty(work: Path) -> None:
+    for entry in work.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != _JOURNAL:
+            entry.unlink()
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,87 @@
+"""How a tensor of the TensorRT-LLM checkpoint is made, as data.
+
+Row-major tensors that are stacked or joined by rows lie one after another in memory, so joining
+the shards of a table, stacking experts and putting gate rows above up rows are all one operation:
+write the source tensors in the given order, cast where the type differs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from converters.checkpoint.header import Shape, TensorEntry
+from plugins.support.dtypes import DType
+
+Operation = Literal["copy", "nvfp4", "fp8", "fp8_block"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source tensor by its canonical name, and the shape it must have."""
+
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of the target, made of parts in order.
+
+    Attributes:
+        target: name in the TensorRT-LLM checkpoint.
+        shape: of the target; holds as many elements as the parts together.
+        parts: the sources.
+        matrices: leading dimensions of the target that count whole matrices (0 for a plain
+            matrix, 1 for stacked experts).
+        keep_float32: a float32 source stays float32 whatever the checkpoint's type.
+        may_widen: a float32 source among narrower weights is expected, and is cast.
+        quantize: which `--only` class the tensor belongs to, None when it is never quantised.
+    """
+
+    target: str
+    shape: Shape
+    parts: tuple[Part, ...]
+    matrices: int = 0
+    keep_float32: bool = False
+    may_widen: bool = False
+    quantize: Literal["experts", "mlp", "all"] | None = None
+
+    def __post_init__(self) -> None:
+        elements = sum(math.prod(part.shape) for part in self.parts)
+        if elements != math.prod(self.shape):
+            raise ValueError(f"{self.target}: parts hold {elements} elements, not {self.shape}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor in the output file."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.dtype.nbytes(math.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Outputs, the sources they are made of, and how.
+
+    Attributes:
+        outputs: one for a copy; weight, block scales and global scales for a quantisation.
+        sources: tensors in order.
+        operation: what happens to the elements.
+        matrices: whole matrices in the sources; each is quantised with its own global scale.
+        positive: every value must be finite and above zero (scales).
+    """
+
+    outputs: tuple[Output, ...]
+    sources: tuple[TensorEntry, ...]
+    operation: Operation = "copy"
+    matrices: int = 1
+    positive: bool = False

@@ -1,0 +1,183 @@
+"""A Hugging Face checkpoint directory: its config, the place of every tensor, and its identity."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.checkpoint.config import SourceIdentity
+from converters.checkpoint.header import TensorEntry, read_header
+from converters.checkpoint.json_files import read_json_object
+from plugins.support.errors import InputError, UsageError
+
+INDEX_FILE = "model.safetensors.index.json"
+# Evenly spaced samples of each file that go into its identity: files up to 2 MiB count whole.
+_SAMPLES, _SAMPLE_BYTES = 512, 4096
+
+
+@dataclass(frozen=True)
+class SourceCheckpoint:
+    """An opened checkpoint; only headers and JSON files have been read.
+
+    Attributes:
+        directory: where it lies.
+        config: `config.json` as it is.
+        tensors: every tensor by the name it has on disk.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, directory: Path) -> SourceCheckpoint:
+        """Read config, index and all headers.
+
+        Raises UsageError when there is no such directory, InputError for anything in it that is
+        missing, damaged or contradictory.
+        """
+        if not directory.is_dir():
+            raise UsageError("the checkpoint directory does not exist", where=str(directory))
+        config = read_json_object(directory / "config.json", "model configuration")
+        index = directory / INDEX_FILE
+        tensors = _indexed(directory, index) if index.exists() else _single(directory)
+        return cls(directory, config, tensors)
+
+    @property
+    def files(self) -> list[Path]:
+        """The safetensors files, sorted by name."""
+        return sorted({entry.file for entry in self.tensors.values()})
+
+    def optional_json(self, name: str) -> dict[str, Any] | None:
+        """A JSON file of the directory, None when it is not there."""
+        path = self.directory / name
+        return read_json_object(path, name) if path.exists() else None
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor. For small tensors; big ones are streamed."""
+        entry = self.tensors[name]
+        with entry.file.open("rb") as file:
+            data = bytearray(os.pread(file.fileno(), entry.nbytes, entry.offset))
+        if len(data) != entry.nbytes:
+            raise InputError("the file ended early", where=f"{entry.file}: {name}")
+        if not data:
+            return torch.empty(entry.shape, dtype=entry.dtype.torch)
+        return torch.frombuffer(data, dtype=entry.dtype.torch).reshape(entry.shape)
+
+    def identity(self) -> SourceIdentity:
+        """Digest of config, names, dtypes, shapes, sizes and content samples of all files."""
+        digest = hashlib.sha256()
+        for path in [self.directory / "config.json", *self.files]:
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            for sample in _samples(path, size):
+                digest.update(sample)
+        # A file's samples need not touch its header, but the header says what the file holds.
+        for name, entry in sorted(self.tensors.items()):
+            digest.update(f"{name}\0{entry.dtype.name}\0{entry.shape}\0{entry.offset}\0".encode())
+        return SourceIdentity(
+            files=len(self.files),
+            tensors=len(self.tensors),
+            bytes=sum(entry.nbytes for entry in self.tensors.values()),
+            digest=digest.hexdigest(),
+        )
+
+
+def _samples(path: Path, size: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        if size <= _SAMPLES * _SAMPLE_BYTES:
+            yield file.read()
+            return
+        for number in range(_SAMPLES):
+            offset = number * (size - _SAMPLE_BYTES) // (_SAMPLES - 1)
+            yield os.pread(file.fileno(), _SAMPLE_BYTES, offset)
+
+
+def _indexed(directory: Path, index: Path) -> dict[str, TensorEntry]:
+    weight_map = read_json_object(index, "weight index").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise InputError("the weight index has no proper weight_map", where=str(index))
+    names = sorted(set(weight_map.values()))
+    # A file name from a stranger must not lead out of the directory.
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise InputError(
+            "the weight index names files outside the checkpoint",
+            where=str(index),
+            found=_some(outside),
+        )
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise InputError(
+            f"{len(absent)} of {len(names)} weight files are missing",
+            where=str(directory),
+            found=_some(absent),
+            fix="download the checkpoint again; nothing was converted",
+        )
+    tensors = _merge(directory / name for name in names)
+    wrong = [
+        name
+        for name, file in weight_map.items()
+        if name not in tensors or tensors[name].file.name != file
+    ]
+    extra = sorted(tensors.keys() - weight_map.keys())
+    for found, what in (
+        (wrong, "tensors of the index are not in the file it names"),
+        (extra, "tensors lie in the files but not in the index"),
+    ):
+        if found:
+            raise InputError(f"{len(found)} {what}", where=str(index), found=_some(found))
+    return tensors
+
+
+def _single(directory: Path) -> dict[str, TensorEntry]:
+    files = sorted(directory.glob("*.safetensors"))
+    if len(files) == 1:
+        return read_header(files[0])
+    if not files:
+        raise InputError(
+            "the checkpoint has no safetensors files",
+            where=str(directory),
+            expected=f"model.safetensors or {INDEX_FILE}",
+            found=_some(sorted(path.name for path in directory.iterdir())),
+        )
+    # Files that count themselves are complete without an index when none of them is missing.
+    numbers = [re.fullmatch(r".+-(\d+)-of-(\d+)\.safetensors", path.name) for path in files]
+    counted = {(int(m[1]), int(m[2])) for m in numbers if m}
+    if counted == {(number, len(files)) for number in range(1, len(files) + 1)}:
+        return _merge(files)
+    raise InputError(
+        "several safetensors files but no index",
+        where=str(directory),
+        expected=INDEX_FILE,
+        found=_some([path.name for path in files]),
+    )
+
+
+def _merge(paths: Iterable[Path]) -> dict[str, TensorEntry]:
+    tensors: dict[str, TensorEntry] = {}
+    for path in paths:
+        entries = read_header(path)
+        repeated = sorted(tensors.keys() & entries.keys())
+        if repeated:
+            raise InputError(
+                "tensors occur in two files",
+                where=f"{tensors[repeated[0]].file.name} and {path.name}",
+                found=_some(repeated),
+            )
+        tensors |= entries
+    return tensors
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,306 @@
+"""Writes the weight file: every task streams one contiguous piece, any number at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from converters.checkpoint.header import TensorEntry, build_header
+from converters.checkpoint.partial import Partial
+from converters.checkpoint.recipe import Output, Recipe
+from plugins.support.dtypes import DType
+from plugins.support.errors import InputError
+from plugins.support.progress import Reporter
+
+# A piece that one worker holds in memory. Large enough for full disk speed.
+CHUNK_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous piece of a source tensor; `start` and `count` are elements."""
+
+    entry: TensorEntry
+    start: int
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece."""
+        return self.entry.dtype.nbytes(self.count)
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        """Elements [start, start + count) of the piece, as a flat tensor."""
+        dtype = self.entry.dtype
+        data = bytearray(dtype.nbytes(count))
+        view, position = memoryview(data), self.entry.offset + dtype.nbytes(self.start + start)
+        with self.entry.file.open("rb", buffering=0) as file:
+            while view:
+                got = os.preadv(file.fileno(), [view], position)
+                if got == 0:
+                    raise _ended_early(self.entry)
+                view, position = view[got:], position + got
+        if not data:
+            return torch.empty(0, dtype=dtype.torch)
+        return torch.frombuffer(data, dtype=dtype.torch)
+
+
+class OutputFile:
+    """The weight file, open for writing at any place.
+
+    A new file gets its header and full size at once, so a full disk shows before the work.
+    """
+
+    def __init__(self, path: Path, outputs: Sequence[Output]) -> None:
+        header, offsets = build_header((o.name, o.dtype, o.shape) for o in outputs)
+        self._offsets = {o.name: offset for o, offset in zip(outputs, offsets, strict=True)}
+        self._dtypes = {o.name: o.dtype for o in outputs}
+        size = offsets[-1] + outputs[-1].nbytes if outputs else len(header)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if os.fstat(self._fd).st_size != size:
+            os.pwrite(self._fd, header, 0)
+            os.ftruncate(self._fd, size)
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Write contiguous values at element `start` of a tensor."""
+        view = memoryview(values.contiguous().flatten().view(torch.uint8).numpy().data)
+        position = self.position(name, start)
+        while view:
+            written = os.pwrite(self._fd, view, position)
+            view, position = view[written:], position + written
+
+    def position(self, name: str, start: int) -> int:
+        """Offset in the file of element `start` of a tensor."""
+        return self._offsets[name] + self._dtypes[name].nbytes(start)
+
+    @property
+    def descriptor(self) -> int:
+        """For copies inside the kernel."""
+        return self._fd
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of work: source pieces in order, and where the results begin in each output."""
+
+    recipe: Recipe
+    segments: tuple[Segment, ...]
+    matrix: int
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(segment.nbytes for segment in self.segments)
+
+
+# What an operation that computes does: (task, file, report of bytes read).
+Compute = Callable[[Task, OutputFile, Callable[[int], None]], None]
+
+
+def split_tasks(recipes: Sequence[Recipe]) -> list[Task]:
+    """Independent tasks: one per source tensor of a copy, one per matrix of a quantisation."""
+    tasks = []
+    for recipe in recipes:
+        if recipe.operation == "copy":
+            start = 0
+            for entry in recipe.sources:
+                count = math.prod(entry.shape)
+                tasks.append(Task(recipe, (Segment(entry, 0, count),), 0, start))
+                start += count
+        else:
+            tasks += _matrix_tasks(recipe)
+    return tasks
+
+
+def _matrix_tasks(recipe: Recipe) -> list[Task]:
+    """The sources hold `matrices` equal matrices, each made of whole sources or a slice of one."""
+    if recipe.matrices >= len(recipe.sources):
+        per_source = recipe.matrices // len(recipe.sources)
+        groups: list[tuple[Segment, ...]] = [
+            (Segment(entry, slot * count, count),)
+            for entry in recipe.sources
+            for count in [math.prod(entry.shape) // per_source]
+            for slot in range(per_source)
+        ]
+    else:
+        step = len(recipe.sources) // recipe.matrices
+        groups = [
+            tuple(Segment(e, 0, math.prod(e.shape)) for e in recipe.sources[at : at + step])
+            for at in range(0, len(recipe.sources), step)
+        ]
+    return [Task(recipe, group, matrix, 0) for matrix, group in enumerate(groups)]
+
+
+class NarrowingCounts:
+    """Values that a cast to a narrower type made subnormal or zero, by target tensor."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.small: Counter[str] = Counter()
+
+    def add(self, name: str, count: int) -> None:
+        """Add to a tensor's count; may be called from any thread."""
+        if count:
+            with self._lock:
+                self.small[name] += count
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    partial: Partial,
+    file: OutputFile,
+    *,
+    operations: dict[str, Compute],
+    workers: int,
+    bar: Reporter,
+) -> NarrowingCounts:
+    """Do all tasks that are not done yet, `workers` at a time.
+
+    Raises the first error of any task after the running ones have stopped.
+    """
+    lock, stop, counts = threading.Lock(), threading.Event(), NarrowingCounts()
+
+    def advance(amount: int, note: str) -> None:
+        with lock:
+            bar.advance(amount, note)
+
+    def run(number: int) -> None:
+        task = tasks[number]
+        name = task.recipe.outputs[0].name
+        if stop.is_set():
+            return
+        try:
+            if task.recipe.operation == "copy":
+                copy(task, file, lambda amount: advance(amount, name), counts)
+            else:
+                operations[task.recipe.operation](task, file, lambda amount: advance(amount, name))
+        except BaseException:
+            stop.set()
+            raise
+        with lock:
+            partial.mark(number)
+
+    for number in partial.done:
+        bar.advance(tasks[number].nbytes, "resumed")
+    todo = [number for number in range(len(tasks)) if number not in partial.done]
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(run, number) for number in todo]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            # An interrupt: running tasks end, waiting ones return at once.
+            stop.set()
+            raise
+        for future in futures:
+            future.result()
+    return counts
+
+
+def copy(
+    task: Task, file: OutputFile, advance: Callable[[int], None], counts: NarrowingCounts
+) -> None:
+    """Copy or cast one source tensor into its place.
+
+    Raises InputError when a value does not fit the target type, or a scale is not positive.
+    """
+    (segment,) = task.segments
+    output = task.recipe.outputs[0]
+    if segment.entry.dtype == output.dtype and not task.recipe.positive:
+        _copy_bytes(segment, file, file.position(output.name, task.start), advance)
+        return
+    step = CHUNK_BYTES // 4
+    for start in range(0, segment.count, step):
+        count = min(step, segment.count - start)
+        values = segment.read(start, count)
+        if task.recipe.positive:
+            _check_positive(values, segment.entry)
+        if segment.entry.dtype != output.dtype:
+            values = _cast(values, output.dtype, segment.entry, output.name, counts)
+        file.write(output.name, task.start + start, values)
+        advance(segment.entry.dtype.nbytes(count))
+
+
+def _copy_bytes(
+    segment: Segment, file: OutputFile, target: int, advance: Callable[[int], None]
+) -> None:
+    entry = segment.entry
+    position = entry.offset + entry.dtype.nbytes(segment.start)
+    left = segment.nbytes
+    with entry.file.open("rb", buffering=0) as source:
+        in_kernel = True
+        while left:
+            size = min(left, 4 * CHUNK_BYTES)
+            if in_kernel:
+                try:
+                    done = os.copy_file_range(
+                        source.fileno(), file.descriptor, size, position, target
+                    )
+                except OSError:
+                    # Not between these file systems.
+                    in_kernel = False
+                    continue
+            else:
+                data = os.pread(source.fileno(), min(size, CHUNK_BYTES), position)
+                done = os.pwrite(file.descriptor, data, target) if data else 0
+            if done == 0:
+                raise _ended_early(entry)
+            position, target, left = position + done, target + done, left - done
+            advance(done)
+
+
+def _cast(
+    values: torch.Tensor, dtype: DType, entry: TensorEntry, name: str, counts: NarrowingCounts
+) -> torch.Tensor:
+    result = values.to(dtype.torch)
+    limits = torch.finfo(dtype.torch)
+    wide = values.float()
+    overflow = int((wide.isfinite() & ~result.isfinite()).sum())
+    if overflow:
+        raise InputError(
+            f"{overflow} values do not fit into {dtype.name}",
+            where=f"{entry.file}: {entry.name}",
+            expected=f"magnitudes up to {limits.max:g}",
+            found=f"{float(wide[wide.isfinite()].abs().max()):g}",
+            fix="convert to bfloat16 or float32",
+        )
+    counts.add(name, int(((wide != 0) & (wide.abs() < limits.tiny)).sum()))
+    return result
+
+
+def _check_positive(values: torch.Tensor, entry: TensorEntry) -> None:
+    wide = values.float()
+    bad = int((~((wide > 0) & wide.isfinite())).sum())
+    if bad:
+        raise InputError(
+            f"{bad} scales are zero, negative or not finite",
+            where=f"{entry.file}: {entry.name}",
+            expected="finite numbers above zero",
+            fix="the checkpoint was quantised wrongly; a default of 1 would give wrong text",
+        )
+
+
+def _ended_early(entry: TensorEntry) -> InputError:
+    return InputError(
+        "the file became shorter while it was read", where=f"{entry.file}: {entry.name}"
+    )

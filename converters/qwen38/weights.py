@@ -1,0 +1,299 @@
+"""Qwen3.8-Flash-Next: which source tensors make which target tensors.
+
+Apart from renaming, only joins by rows: the shards of the n-gram table in numeric order, and, where
+experts lie one by one, the experts with each one's gate rows above its up rows. Values are never
+changed: centred norm weights stay centred, the network adds the 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Literal
+
+from converters.checkpoint.header import Shape
+from converters.checkpoint.match import Ignored
+from converters.checkpoint.recipe import Part, Wanted
+from converters.checkpoint.source import SourceCheckpoint
+from converters.family import TensorPlan
+from converters.qwen38.config import Qwen38CheckpointConfig
+from plugins.support.errors import InputError
+
+EMBEDDING = "embed_tokens.weight"
+
+_IGNORED: dict[str, str] = {
+    r"visual\..+": "vision tower, not part of the text engine",
+    r"layers\.\d+\.ple\.ple_embedding\..*(hashstats_.*|token_lookup)": "statistics of the n-gram "
+    "table, not used by the model",
+    r"(mtp\.)?hyper_connection_mixer\.block_inject_weight\.weight": "the last mixer of a model "
+    "injects nothing",
+}
+
+
+def canonical_name(name: str) -> str:
+    """The name without the prefixes that different classes and exporters put before it."""
+    for prefix in ("model.language_model.", "language_model.model.", "model.", "language_model."):
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def plan_tensors(source: SourceCheckpoint, config: Qwen38CheckpointConfig) -> TensorPlan:
+    """Name every target tensor and its sources, and check the stored hash constants.
+
+    Raises InputError when two names mean the same tensor or a hash constant is another one.
+    """
+    names: dict[str, str] = {}
+    ignored: dict[str, list[str]] = defaultdict(list)
+    for name in source.tensors:
+        canonical = canonical_name(name)
+        reason = next((why for rule, why in _IGNORED.items() if re.fullmatch(rule, canonical)), "")
+        if reason:
+            ignored[reason].append(name)
+            continue
+        if canonical in names:
+            raise InputError(
+                "two tensors of the checkpoint mean the same one",
+                where=str(source.directory),
+                found=f"{names[canonical]} and {name}",
+            )
+        names[canonical] = name
+    constants = _check_hash_constants(source, config, names)
+    wanted = _Names(config, names).wanted()
+    groups = [Ignored(why, tuple(group)) for why, group in ignored.items()]
+    groups.append(Ignored("hash constants, checked and kept in config.json", tuple(constants)))
+    return TensorPlan(names, wanted, [group for group in groups if group.names], EMBEDDING)
+
+
+def _check_hash_constants(
+    source: SourceCheckpoint, config: Qwen38CheckpointConfig, names: dict[str, str]
+) -> list[str]:
+    """Compare the stored constants with the recomputed ones; their names on disk."""
+    found = []
+    for layer in config.qwen38.ple_layers:
+        base = f"layers.{layer.layer}.ple.ple_embedding."
+        for name, expected in (
+            ("layer_multipliers", layer.multipliers),
+            ("ngram_heads_vocab_sizes", layer.sizes),
+            ("ngram_heads_offsets", layer.offsets),
+        ):
+            disk = names.pop(base + name, None)
+            if disk is None:
+                raise InputError(
+                    "a hash constant of the n-gram table is missing",
+                    where=str(source.directory),
+                    expected=f"int64 tensor {base}{name}",
+                )
+            entry = source.tensors[disk]
+            stored = source.read(disk).tolist() if entry.dtype.name == "int64" else None
+            if stored != expected:
+                raise InputError(
+                    "a hash constant of the n-gram table is not the one that the configuration "
+                    "gives; every looked-up row would be wrong",
+                    where=f"{entry.file}: {disk}",
+                    expected=f"int64 {expected}",
+                    found=f"{entry.dtype.name} {stored if stored is not None else ''}".strip(),
+                    fix="check seed, ngram_vocab_size_base and vocab_size in config.json",
+                )
+            found.append(disk)
+    return found
+
+
+class _Names:
+    """Builds the list of wanted tensors for one configuration and one layout of the source."""
+
+    def __init__(self, config: Qwen38CheckpointConfig, present: dict[str, str]) -> None:
+        self.config, self.block, self.present = config, config.qwen38, present
+        self.hidden = config.hidden_size
+        self.list: list[Wanted] = []
+
+    def wanted(self) -> list[Wanted]:
+        """All target tensors in the order of the model."""
+        vocab = (self.config.vocab_size, self.hidden)
+        self._one("transformer.vocab_embedding.weight", EMBEDDING, vocab)
+        for index, kind in enumerate(self.block.layer_types):
+            self._layer(f"transformer.layers.{index}.", f"layers.{index}.", kind)
+        for layer in self.block.ple_layers:
+            self._ple(layer.layer, layer.rows, len(layer.sizes))
+        self._hyper_connection(
+            "transformer.hyper_connection_mixer.", "hyper_connection_mixer.", inject=False
+        )
+        self._one("lm_head.weight", "lm_head.weight", vocab)
+        if any(name.startswith("mtp.") for name in self.present):
+            self._drafts()
+        return self.list
+
+    def _one(
+        self,
+        target: str,
+        source: str,
+        shape: Shape,
+        *,
+        keep_float32: bool = False,
+        may_widen: bool = False,
+    ) -> None:
+        self.list.append(
+            Wanted(
+                target,
+                shape,
+                (Part(source, shape),),
+                keep_float32=keep_float32,
+                may_widen=may_widen,
+            )
+        )
+
+    def _linear(
+        self, target: str, source: str, rows: int, columns: int, group: Literal["mlp", "all"]
+    ) -> None:
+        shape = (rows, columns)
+        part = Part(f"{source}.weight", shape)
+        self.list.append(Wanted(f"{target}.weight", shape, (part,), quantize=group))
+
+    def _hyper_connection(self, target: str, source: str, *, inject: bool) -> None:
+        width, rank = self.block.hc_count * self.hidden, self.block.hc_lowrank
+        self._one(f"{target}norm.weight", f"{source}hc_norm.weight", (width,), may_widen=True)
+        for name, shape in (("down", (rank, width)), ("up", (width, rank))):
+            self._one(f"{target}{name}.weight", f"{source}input_mix_weight_{name}.weight", shape)
+        if inject:
+            shape = (self.block.hc_count, width)
+            self._one(f"{target}inject.weight", f"{source}block_inject_weight.weight", shape)
+
+    def _layer(self, target: str, source: str, kind: str) -> None:
+        self._hyper_connection(
+            f"{target}attention_hyper_connection.", f"{source}attn_hyper_connection.", inject=True
+        )
+        if kind == "linear_attention":
+            self._linear_attention(f"{target}linear_attention.", f"{source}linear_attn.")
+        else:
+            self._attention(f"{target}attention.", f"{source}self_attn.")
+        self._hyper_connection(
+            f"{target}mlp_hyper_connection.", f"{source}mlp_hyper_connection.", inject=True
+        )
+        self._experts(f"{target}mlp.", f"{source}mlp.")
+
+    def _linear_attention(self, target: str, source: str) -> None:
+        block = self.block
+        key = block.linear_num_key_heads * block.linear_key_head_dim
+        heads = block.linear_num_value_heads
+        value = heads * block.linear_value_head_dim
+        mixed = 2 * key + value
+        self._linear(f"{target}in_proj_qkv", f"{source}in_proj_qkv", mixed, self.hidden, "all")
+        self._linear(f"{target}in_proj_z", f"{source}in_proj_z", value, self.hidden, "all")
+        for name in ("in_proj_b.weight", "in_proj_a.weight"):
+            self._one(f"{target}{name}", f"{source}{name}", (heads, self.hidden))
+        self._one(
+            f"{target}conv1d.weight",
+            f"{source}conv1d.weight",
+            (mixed, 1, block.linear_conv_kernel_dim),
+        )
+        for name in ("A_log", "dt_bias"):
+            self._one(f"{target}{name}", f"{source}{name}", (heads,), keep_float32=True)
+        norm = (block.linear_value_head_dim,)
+        self._one(f"{target}norm.weight", f"{source}norm.weight", norm, may_widen=True)
+        self._linear(f"{target}out_proj", f"{source}out_proj", self.hidden, value, "all")
+
+    def _attention(self, target: str, source: str) -> None:
+        head = self.config.head_size
+        queries = self.config.num_attention_heads * head
+        keys = self.config.num_key_value_heads * head
+        self._linear(f"{target}q", f"{source}q_proj", 2 * queries, self.hidden, "all")
+        self._linear(f"{target}k", f"{source}k_proj", keys, self.hidden, "all")
+        self._linear(f"{target}v", f"{source}v_proj", keys, self.hidden, "all")
+        self._linear(f"{target}dense", f"{source}o_proj", self.hidden, queries, "all")
+        for name, origin in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
+            self._one(f"{target}{name}.weight", f"{source}{origin}.weight", (head,), may_widen=True)
+        index = self.block.indexer_head_dim
+        self._one(
+            f"{target}indexer.qk.weight",
+            f"{source}indexer.index_qk_proj.weight",
+            ((self.block.indexer_n_heads + 1) * index, self.hidden),
+        )
+        for name in ("indexer.q_layernorm.weight", "indexer.k_layernorm.weight"):
+            self._one(f"{target}{name}", f"{source}{name}", (index,), may_widen=True)
+
+    def _experts(self, target: str, source: str) -> None:
+        block, hidden = self.block, self.hidden
+        experts, inner = block.num_experts, block.moe_intermediate_size
+        self._one(f"{target}router.weight", f"{source}gate.weight", (experts, hidden))
+        for name, projections, rows, columns in (
+            ("gate_up", ("gate_proj", "up_proj"), inner, hidden),
+            ("down", ("down_proj",), hidden, inner),
+        ):
+            shape = (experts, len(projections) * rows, columns)
+            stacked = f"{source}experts.{name}_proj"
+            parts = (
+                (Part(stacked, shape),)
+                if self._is_stacked(source)
+                else tuple(
+                    Part(f"{source}experts.{expert}.{projection}.weight", (rows, columns))
+                    for expert in range(experts)
+                    for projection in projections
+                )
+            )
+            wanted = Wanted(
+                f"{target}experts.{name}.weight", shape, parts, matrices=1, quantize="experts"
+            )
+            self.list.append(wanted)
+        shared = block.shared_expert_intermediate_size
+        for name, rows, columns in (
+            ("gate", shared, hidden),
+            ("up", shared, hidden),
+            ("down", hidden, shared),
+        ):
+            self._linear(
+                f"{target}shared_expert.{name}",
+                f"{source}shared_expert.{name}_proj",
+                rows,
+                columns,
+                "mlp",
+            )
+        self._one(
+            f"{target}shared_expert_gate.weight", f"{source}shared_expert_gate.weight", (1, hidden)
+        )
+
+    def _is_stacked(self, source: str) -> bool:
+        """Main and draft experts may lie in different layouts, so each group is looked at."""
+        return any(f"{source}experts.{name}" in self.present for name in _STACKED)
+
+    def _ple(self, layer: int, rows: int, heads: int) -> None:
+        block = self.block
+        target, source = f"transformer.layers.{layer}.ple.", f"layers.{layer}.ple."
+        width = block.hc_count * self.hidden
+        self._linear(f"{target}key", f"{source}key_proj", width, block.ple_embed_dim, "all")
+        self._linear(
+            f"{target}value", f"{source}value_proj", self.hidden, block.ple_embed_dim, "all"
+        )
+        for name in ("norm_key", "norm_query", "norm_conv"):
+            self._one(f"{target}{name}.weight", f"{source}{name}.weight", (width,), may_widen=True)
+        self._one(
+            f"{target}conv1d.weight",
+            f"{source}conv1d.weight",
+            (width, 1, block.ple_conv_kernel_size),
+        )
+        columns = block.ple_embed_dim // heads
+        per_shard = -(-rows // block.split_ngram_parts)
+        parts = tuple(
+            Part(
+                f"{source}ple_embedding.ngram_embedding.shard_{number}.weight",
+                (min(per_shard, rows - number * per_shard), columns),
+            )
+            for number in range(block.split_ngram_parts)
+        )
+        self.list.append(Wanted(f"{target}ngram_embedding.weight", (rows, columns), parts))
+
+    def _drafts(self) -> None:
+        hidden = self.hidden
+        for name in ("fc_embedding", "fc_hidden"):
+            self._one(f"mtp.{name}.weight", f"mtp.{name}.weight", (hidden, hidden))
+        for name, size in (
+            ("pre_fc_norm_embedding", hidden),
+            ("pre_fc_norm_hidden", self.block.hc_count * hidden),
+        ):
+            self._one(f"mtp.{name}.weight", f"mtp.{name}.weight", (size,), may_widen=True)
+        self._layer("mtp.layers.0.", "mtp.layers.0.", "full_attention")
+        self._hyper_connection(
+            "mtp.hyper_connection_mixer.", "mtp.hyper_connection_mixer.", inject=False
+        )
+
+
+_STACKED = ("gate_up_proj", "down_proj")
