@@ -15,9 +15,11 @@ from typing import Any
 from plugins.support.errors import BuildError
 
 _LAYER = re.compile(
-    r"^Name: (?P<name>.*), LayerType: (?P<type>[\w ]*), Inputs: \[(?P<inputs>.*)\], "
-    r"Constants: \[(?P<constants>.*)\], Outputs: \[(?P<outputs>.*)\], "
-    r"TacticName: (?P<tactic>.*), StreamId: (?P<stream>\d+), Metadata: (?P<metadata>.*)$"
+    r"^Name: (?P<name>.*), LayerType: (?P<type>[\w ]*), Inputs: \[(?P<inputs>.*?)\], "
+    # Copies of shapes between host and device have no constants, and values before the tactic.
+    r"(?:Constants: \[(?P<constants>.*)\], )?Outputs: \[(?P<outputs>.*)\], "
+    r"(?:ParameterType: .*)?Tactic(?:Name|Value): (?P<tactic>.*), "
+    r"StreamId: \d+, (?:.*, )?Metadata: ?(?P<metadata>.*)$"
 )
 _TENSOR = re.compile(
     r"\{ Name: (?P<name>.*?), Dimensions: \[(?P<dims>[^\]]*)\], .*?Datatype: (?P<dtype>[^,]+),"
