@@ -110,7 +110,9 @@ def _part(
         q_latent + at * LATENT + lanes[None, :], mask=live & (lanes < LATENT)[None, :], other=0.0
     ).to(DOT)
     rope_query = tl.load(
-        q_rope + at * ROPE + rope_lanes[None, :], mask=live & (rope_lanes < ROPE)[None, :], other=0.0
+        q_rope + at * ROPE + rope_lanes[None, :],
+        mask=live & (rope_lanes < ROPE)[None, :],
+        other=0.0,
     ).to(DOT)
     # Whole tiles per split, shared out by what the row really has.
     run = tl.cdiv(tl.cdiv(count, BLOCK_N), splits) * BLOCK_N

@@ -141,7 +141,9 @@ def attend_dense(
     rope_lanes = tl.arange(0, BLOCK_R)
     q_first = tl.load(q_nope + at * NOPE + lanes[None, :], mask=live, other=0.0).to(DOT)
     q_turned = tl.load(
-        q_rope + at * ROPE + rope_lanes[None, :], mask=live & (rope_lanes < ROPE)[None, :], other=0.0
+        q_rope + at * ROPE + rope_lanes[None, :],
+        mask=live & (rope_lanes < ROPE)[None, :],
+        other=0.0,
     ).to(DOT)
     q_second = q_first
     if SECOND > 0:

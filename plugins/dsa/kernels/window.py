@@ -180,9 +180,7 @@ def window_values(
         )
         top = tl.load(tile_max + (part * TILES + step) * M + line)
         value = tl.load(
-            cache
-            + (slot.to(tl.int64) * R + row)[:, None] * (LATENT + ROPE)
-            + channel[None, :],
+            cache + (slot.to(tl.int64) * R + row)[:, None] * (LATENT + ROPE) + channel[None, :],
             mask=present[:, None] & (channel < LATENT)[None, :],
             other=0.0,
         ).to(DOT)
