@@ -152,13 +152,17 @@ class Scheduler:
         while self._waiting and len(self._pool):
             job = self._waiting.popleft()
             job.slot = self._pool.take()
-            job.tokens = list(job.request.prompt_ids)
-            job.chooser = job.request.chooser(self._engine.config.vocab_size)
-            self._engine.executor.begin(job.slot)
+            # From here on the job is found by whoever ends all jobs, whatever raises below.
             self._active[job.slot] = job
+            job.tokens = list(job.request.prompt_ids)
             job.timings.scheduled = time.monotonic_ns()
             self.totals.scheduled += 1
             self.totals.queue_wait_s += job.timings.queue_wait_s()
+            try:
+                job.chooser = job.request.chooser(self._engine.config.vocab_size)
+                self._engine.executor.begin(job.slot)
+            except Exception as error:
+                self._finish_with_error(job, _message(error))
 
     def _prefill(self) -> None:
         jobs = self._prefill_range()

@@ -195,7 +195,8 @@ class Interpreter:
             *(tuple(bound[name].reshape(-1).tolist()) for name in self._shape_inputs),
             tuple(sorted(set(fetch))),
         )
-        with torch.no_grad():
+        # cuDNN's convolutions round float32 to TF32 unless told otherwise.
+        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             plan = self._plans.get(signature)
             if plan is None:
                 registers, plan = self._prepare(bound, list(wanted.values()))

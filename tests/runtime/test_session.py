@@ -259,10 +259,53 @@ def test_executor_that_cannot_recover_ends_everything_without_hanging(
     executor = Dead(config, fail_when=lambda phase, inputs: phase == "generation")
     engine = Engine(config, executor, open_host_inputs(config, engine_dir))
     session = Session(engine)
-    handles = [session.submit(GenerationRequest(_prompt(5), 5)) for _ in range(7)]
+    with session._wake:
+        # All arrive before the first step.
+        handles = [session.submit(GenerationRequest(_prompt(5), 5)) for _ in range(7)]
     assert all(handle.result()[1].finish_reason == "error" for handle in handles)
     with pytest.raises(CapabilityError, match="engine has failed"):
         session.submit(GenerationRequest(_prompt(5), 5))
+    session.close()
+
+
+def test_slot_that_cannot_be_prepared_ends_one_request(
+    engine_dir: Path, config: EngineConfig, answer: Answer
+) -> None:
+    class Stubborn(LanguageExecutor):
+        refuse = True
+
+        def begin(self, slot: int) -> None:
+            super().begin(slot)
+            if self.refuse:
+                self.refuse = False
+                raise RuntimeError("no memory to clear")
+
+    executor = Stubborn(config)
+    engine = Engine(config, executor, open_host_inputs(config, engine_dir))
+    with Session(engine, threaded=False) as session:
+        handles = [session.submit(GenerationRequest(_prompt(5), 5)) for _ in range(3)]
+        assert "no memory to clear" in str(handles[0].result()[1].error)
+        assert [handle.result()[0] for handle in handles[1:]] == [answer(_prompt(5), 5)] * 2
+    assert executor.occupied == set()
+
+
+def test_request_that_arrives_while_the_engine_dies_is_told(
+    engine_dir: Path, config: EngineConfig
+) -> None:
+    late: list[GenerationHandle] = []
+
+    class Dying(LanguageExecutor):
+        def end(self, slot: int, poisoned: bool = False) -> None:
+            if not late:
+                late.append(session.submit(GenerationRequest(_prompt(4), 3)))
+            raise RuntimeError("the context is lost")
+
+    executor = Dying(config, fail_when=lambda phase, inputs: True)
+    engine = Engine(config, executor, open_host_inputs(config, engine_dir))
+    session = Session(engine)
+    first = session.submit(GenerationRequest(_prompt(5), 5))
+    assert first.result()[1].finish_reason == "error"
+    assert late[0].result()[1].finish_reason == "error"
     session.close()
 
 
