@@ -9,7 +9,7 @@ from plugins.trt.types import Tensor
 
 
 class RotaryTable:
-    """cos and sin of positions 0 .. rows-1, computed in float32 and rounded to a type.
+    """cos and sin of positions 0 .. rows-1 in float32, rounded to a type where they are used.
 
     A table, because the reference computes position * frequency in float32 too: at large positions
     an exact angle would differ from what the model was trained with.
@@ -26,14 +26,15 @@ class RotaryTable:
         angles = torch.arange(rows, dtype=torch.float32)[:, None] * (1.0 / theta**exponent)
         self._net = net
         self._rotary_dim = rotary_dim
-        torch_dtype = getattr(torch, dtype)
-        self._cos = net.literal(angles.cos().to(torch_dtype), f"rotary.{rotary_dim}.cos")
-        self._sin = net.literal(angles.sin().to(torch_dtype), f"rotary.{rotary_dim}.sin")
+        self._dtype = dtype
+        self._cos = net.literal(angles.cos(), f"rotary.{rotary_dim}.cos")
+        self._sin = net.literal(angles.sin(), f"rotary.{rotary_dim}.sin")
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [B, S, rotary_dim / 2], of int32 positions [B, S] below `rows`."""
         net = self._net
-        return net.gather(self._cos, positions, 0), net.gather(self._sin, positions, 0)
+        cos, sin = net.gather(self._cos, positions, 0), net.gather(self._sin, positions, 0)
+        return net.cast(cos, self._dtype), net.cast(sin, self._dtype)
 
     def rotate(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate the first channels of x [B, N, S, D] in half-split pairs."""

@@ -9,7 +9,6 @@ checkpoint's type; norms, gates, decays, routing and scores are computed in floa
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
 from converters.layers.conv import causal_conv, last_rows
@@ -18,20 +17,18 @@ from converters.layers.linear import linear, stored_weight, swiglu
 from converters.layers.moe import Experts, run_experts, softmax_router
 from converters.layers.norm import l2_normalize, rms_norm
 from converters.layers.rope import RotaryTable
+from converters.qwen38.config import Qwen38CheckpointConfig
 from plugins.qsa import lowering
 from plugins.support.errors import InputError
 from plugins.trt.network import Dim, Network
 from plugins.trt.types import Tensor
-
-if TYPE_CHECKING:
-    from converters.checkpoint.config import CheckpointConfig
 
 _L2_EPS = 1e-6
 _LEAST_GATE = 1e-6
 
 
 def define(
-    net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits
+    net: Network, config: Qwen38CheckpointConfig, phase: Phase, limits: EngineLimits
 ) -> Definition:
     """Add one engine's network to `net`.
 
@@ -47,7 +44,7 @@ class _TextNetwork:
     """The network under construction: sizes, the inputs every layer needs, one method a block."""
 
     def __init__(
-        self, net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits
+        self, net: Network, config: Qwen38CheckpointConfig, phase: Phase, limits: EngineLimits
     ) -> None:
         self.net, self.config, self.limits = net, config, limits
         self.family = config.qwen38
@@ -306,11 +303,12 @@ class _TextNetwork:
             chosen = lowering.select_blocks(net, index_query, block_keys, visible, self.blocks)
             net.tap(chosen, f"layers.{layer}.selected_blocks")
 
-        attend = lowering.attend_generation
         if self.context:
             attend = lowering.attend_context
             keys = net.narrow(keys, 2, 0, self.span)
             values = net.narrow(values, 2, 0, self.span)
+        else:
+            attend = lowering.attend_generation
         mixed = attend(
             net, query, keys, values, chosen, self.queries, ratio=self.ratio, scale=width**-0.5
         )

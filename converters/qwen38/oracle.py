@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -47,19 +49,45 @@ class Oracle:
 
     Args:
         hf_dir: the Hugging Face checkpoint.
+        dtype: type that the converted weights have. The reference computes in float32 with
+            weights rounded to it, so that a comparison is of the definition alone.
         lowest_id_wins: whether equal block scores are decided as the plugin kernels decide them.
 
     Attributes:
         model: `Qwen4ExpForCausalLM` in evaluation mode.
     """
 
-    def __init__(self, hf_dir: Path, *, lowest_id_wins: bool = False) -> None:
+    def __init__(
+        self, hf_dir: Path, dtype: str = "float32", *, lowest_id_wins: bool = False
+    ) -> None:
         from transformers import Qwen4ExpForCausalLM
 
         self._tie_rule: Callable[[], AbstractContextManager[Any]] = (
             LowestIdWins if lowest_id_wins else nullcontext
         )
         self.model = Qwen4ExpForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
+        if dtype != "float32":
+            kept = _float32_names(hf_dir)
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    if not name.endswith(kept):
+                        parameter.copy_(parameter.to(getattr(torch, dtype)).float())
+
+    def sample_ids(self, limit: int) -> list[int]:
+        """At most `limit` ids that reach every branch as far as `limit` allows: more tokens than
+        the index budget, an open last block, end ids inside.
+        """
+        config = self.model.config
+        ratio = config.indexer_compress_ratio
+        length = min(limit, max(150, config.indexer_budget + 8 * ratio + 1))
+        if length > ratio and length % ratio == 0:
+            length -= 1
+        ends = config.eos_token_id
+        end = ends[0] if isinstance(ends, list) else ends
+        ids = [3 + (37 * i * i + 11 * i + 7) % (config.vocab_size - 3) for i in range(length)]
+        for place in (length // 3, length // 2, length // 2 + 1):
+            ids[place] = end
+        return ids
 
     def run(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """Run one sequence without cache.
@@ -108,19 +136,28 @@ class Oracle:
                     continue
                 watch(layer.self_attn, f"layers.{number}.mixer")
                 indexer = layer.self_attn.indexer
-                watch(
-                    indexer,
-                    f"layers.{number}.{SELECTED_BLOCKS}",
-                    lambda mask, unit=indexer: _blocks_of_mask(
-                        mask[0], unit.compress_ratio, unit.block_topk
-                    ),
+                chosen = partial(
+                    _blocks_of_mask, ratio=indexer.compress_ratio, budget=indexer.block_topk
                 )
+                watch(indexer, f"layers.{number}.{SELECTED_BLOCKS}", chosen)
             watch(text.hyper_connection_mixer, "final_hidden")
             yield
 
 
-def _blocks_of_mask(mask: Tensor, ratio: int, budget: int) -> Tensor:
-    """Selected complete blocks of a token mask [S, T]: int32 [S, budget] as in `canonical`."""
+def _float32_names(hf_dir: Path) -> tuple[str, ...]:
+    """Ends of the names of small tensors that conversion leaves in float32 when stored so."""
+    for path in sorted(hf_dir.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name.endswith(".A_log"):
+                    found = file.get_slice(name).get_dtype() == "F32"
+                    return (".A_log", ".dt_bias") if found else ()
+    return ()
+
+
+def _blocks_of_mask(mask: Tensor, *, ratio: int, budget: int) -> Tensor:
+    """Selected complete blocks of a token mask [1, S, T]: int32 [S, budget] as in `canonical`."""
+    mask = mask[0]
     queries, tokens = mask.shape
     blocks = tokens // ratio
     whole = mask[:, : blocks * ratio].unflatten(-1, (blocks, ratio)).all(-1)

@@ -94,8 +94,8 @@ def attend_context(
 def attend_generation(
     net: Network,
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    keys: Tensor,
+    values: Tensor,
     block_ids: Tensor,
     positions: Tensor,
     *,
@@ -106,7 +106,7 @@ def attend_generation(
 
     Args:
         query: [B, Hq, T, D], T static.
-        key_cache, value_cache: [B, Hk, C, D], C static and a multiple of the ratio.
+        keys, values: [B, Hk, C, D], the caches, C static and a multiple of the ratio.
         block_ids: int32 [B, T, K].
         positions: int32 [B, T], below C.
         ratio, scale: as in `attend_context`.
@@ -116,7 +116,7 @@ def attend_generation(
     """
     batch = net.dim(query, 0)
     _, heads, queries, width = net.shape(query)
-    _, kv_heads, rows, _ = net.shape(key_cache)
+    _, kv_heads, rows, _ = net.shape(keys)
     blocks = net.shape(block_ids)[2] + 1
     tail = net.unsqueeze(visible_blocks(net, positions, ratio), [2])
     used = net.expand(
@@ -142,7 +142,7 @@ def attend_generation(
     if queries > 1:
         by_query = net.transpose(single, (0, 2, 1, 3))
         single = net.reshape(by_query, [rows_of_batch, heads, 1, width])
-    mixed = net.attention(single, gathered(key_cache), gathered(value_cache), mask)
+    mixed = net.attention(single, gathered(keys), gathered(values), mask)
     return _joined(net, net.reshape(mixed, [batch, queries, heads, width]), positions)
 
 
