@@ -16,7 +16,7 @@ from plugins.support.errors import BuildError, CapabilityError
 from plugins.support.progress import Reporter, Silent
 from plugins.trt.messages import translate
 from plugins.trt.network import Network
-from plugins.trt.progress import cancel_on_interrupt, make_monitor
+from plugins.trt.progress import make_monitor, run_cancellable
 from plugins.trt.report import LayerReport, parse_report
 
 __all__ = ["LayerReport", "Plan", "Profile", "build_serialized", "fingerprint"]
@@ -75,7 +75,7 @@ def build_serialized(
         CapabilityError: a target lacks a dtype, or plugins were only recorded.
         BuildError: the profile does not fit the inputs, TensorRT refused or cancelled the build,
             or the plan was not written whole.
-        KeyboardInterrupt: after Ctrl-C, once TensorRT has returned.
+        KeyboardInterrupt: at once after Ctrl-C.
     """
     start = time.monotonic()
     trt, capability = net.trt, net.capability
@@ -98,8 +98,8 @@ def build_serialized(
     try:
         with path.open("wb") as file:
             writer = _make_writer(trt, file, monitor)
-            with cancel_on_interrupt(monitor):
-                done = net.builder.build_serialized_network_to_stream(net.raw, config, writer)
+            stream = net.builder.build_serialized_network_to_stream
+            done = run_cancellable(lambda: stream(net.raw, config, writer), monitor)
         _check_written(net, done, writer, path)
         report = parse_report(net.logger.report, net.aliases)
     except OSError as error:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from plugins.support.progress import Reporter
 
@@ -15,6 +12,8 @@ from plugins.support.progress import Reporter
 # happens after TensorRT's last event.
 BUILD_STEPS = 100
 _COMPILE_STEPS = 90
+
+T = TypeVar("T")
 
 
 class Monitor(Protocol):
@@ -24,6 +23,9 @@ class Monitor(Protocol):
 
     def written(self, nbytes: int) -> None:
         """Count bytes of the plan that reached the file."""
+
+    def heartbeat(self) -> None:
+        """Say what goes on, without a step."""
 
     def finish(self) -> None:
         """Report whatever is left."""
@@ -72,6 +74,7 @@ def make_monitor(trt: Any, reporter: Reporter, weight_bytes: int) -> Any:
             self._phases = _Phases()
             self._reported = 0
             self._written = 0
+            self._note = "starting"
             self._lock = threading.Lock()
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
@@ -92,37 +95,55 @@ def make_monitor(trt: Any, reporter: Reporter, weight_bytes: int) -> Any:
             self._written += nbytes
             share = min(1.0, self._written / max(1, weight_bytes))
             last = BUILD_STEPS - _COMPILE_STEPS - 1
-            self._report(_COMPILE_STEPS + int(share * last), "writing the plan")
+            with self._lock:
+                self._report(_COMPILE_STEPS + int(share * last), "writing the plan")
+
+        def heartbeat(self) -> None:
+            with self._lock:
+                reporter.advance(0, self._note)
 
         def finish(self) -> None:
-            self._report(BUILD_STEPS, "done")
+            with self._lock:
+                self._report(BUILD_STEPS, "done")
 
         def _report(self, steps: int, note: str) -> None:
             # Phases do not always finish all their steps, and a bar never goes back.
             if steps > self._reported:
                 reporter.advance(steps - self._reported, note)
                 self._reported = steps
+                self._note = note
 
     return ProgressMonitor()
 
 
-@contextmanager
-def cancel_on_interrupt(monitor: Monitor) -> Iterator[None]:
-    """Turn Ctrl-C into a cancelled build; raise KeyboardInterrupt when the build has returned.
+def run_cancellable(work: Callable[[], T], monitor: Monitor, interval_s: float = 0.25) -> T:
+    """Run `work` in a thread of its own and wait for it.
 
-    An exception inside a callback would cross TensorRT's code, which ends the process.
+    TensorRT compiles for most of a build without calling back, and Ctrl-C cannot reach python
+    code that waits inside a library. So the caller's thread stays free: it keeps the progress
+    display alive and takes the interrupt at once. The abandoned build ends at TensorRT's next
+    event, or with the process.
+
+    Raises what `work` raises, or KeyboardInterrupt.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    results: list[T] = []
+    failures: list[BaseException] = []
 
-    def cancel(_: int, __: FrameType | None) -> None:
-        monitor.cancelled = True
+    def body() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # handed to the waiting thread
+            failures.append(error)
 
-    previous = signal.signal(signal.SIGINT, cancel)
+    thread = threading.Thread(target=body, name="tensorrt-build", daemon=True)
+    thread.start()
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if monitor.cancelled:
-        raise KeyboardInterrupt
+        while thread.is_alive():
+            thread.join(interval_s)
+            monitor.heartbeat()
+    except KeyboardInterrupt:
+        monitor.cancelled = True
+        raise
+    if failures:
+        raise failures[0]
+    return results[0]
