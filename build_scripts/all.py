@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from build_scripts import options, output
+from plugins.support.errors import EXIT_OK, EXIT_VERIFICATION_FAILED
 
 
 def command(

@@ -199,19 +199,23 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
             entries[phase], plans[phase] = _build_phase(net, definition, phase, work, identity)
         reports = {phase: plan.report.as_dict() for phase, plan in plans.items()}
         (work / contract.LAYER_REPORT_FILE).write_text(json.dumps(reports, indent=1) + "\n")
-        engine_config = contract.EngineConfig(
-            producer=f"trtllm-toolchain {version('trtllm-toolchain')}",
-            flavor=backend.flavor,
-            tensorrt_version=backend.version,
-            targets=capability.targets,
-            engines=entries,
-            weights=contract.WeightsEntry(
-                mode=request.weights, file=contract.weights_file(), identity=identity
-            ),
-            cache_plan=cache_plan,
-            host_inputs=family.host_inputs(config),
-            pretrained_config=config.model_dump(mode="json"),
-            build_config=_build_config(limits),
+        engine_config = contract.EngineConfig.model_validate(
+            {
+                "producer": f"trtllm-toolchain {version('trtllm-toolchain')}",
+                "flavor": backend.flavor,
+                "tensorrt_version": backend.version,
+                "targets": capability.targets,
+                "engines": entries,
+                "weights": {
+                    "mode": request.weights,
+                    "file": contract.weights_file(),
+                    "identity": identity,
+                },
+                "cache_plan": cache_plan,
+                "host_inputs": family.host_inputs(config),
+                "pretrained_config": config.model_dump(mode="json"),
+                "build_config": _build_config(limits),
+            }
         )
         contract.write_config(engine_config, work)
         # What is published must be what `run` and `serve` accept.
