@@ -82,6 +82,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 def _entry(name: str, value: Any, path: Path, start: int) -> TensorEntry:
     where = f"{path}: {name}"
+    if not name.isprintable():
+        # Also keeps half surrogates out, which could be neither printed nor written again.
+        raise InputError("a tensor has an unprintable name", where=f"{path}: {name!a}")
     if not isinstance(value, Mapping):
         raise InputError("a safetensors header entry is not an object", where=where)
     code, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")

@@ -27,6 +27,7 @@ class KeyReader:
         self._values, self._where = values, where
         self._known: set[str] = set()
         self._problems: list[str] = []
+        self._children: dict[str, KeyReader] = {}
 
     def has(self, key: str) -> bool:
         """Whether the key is there with a value other than null."""
@@ -88,13 +89,13 @@ class KeyReader:
             return []
         return list(value)
 
-    def table(self, key: str) -> Mapping[str, Any]:
-        """A required object."""
+    def table(self, key: str) -> KeyReader:
+        """A required object, read by a reader of its own whose problems this one reports."""
         value = self._get(key)
         if not isinstance(value, Mapping):
             self._wrong(key, "an object", value)
-            return {}
-        return value
+            return KeyReader({}, self._where)
+        return self._children.setdefault(key, KeyReader(value, self._where))
 
     def token_ids(self, key: str) -> list[int]:
         """A required token id or list of them, always as a list."""
@@ -129,12 +130,7 @@ class KeyReader:
 
     def finish(self) -> None:
         """Raise InputError when anything was wrong or any key is unknown."""
-        unknown = sorted(set(self._values) - self._known)
-        problems = list(self._problems)
-        for key in unknown:
-            near = difflib.get_close_matches(key, sorted(self._known), n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            problems.append(f"{key}: unknown key{hint}")
+        problems = self._all_problems()
         if problems:
             raise InputError(
                 "the model configuration is not one this family is written for",
@@ -142,6 +138,16 @@ class KeyReader:
                 found="; ".join(problems),
                 fix="correct the configuration, or report it if the model really is like that",
             )
+
+    def _all_problems(self) -> list[str]:
+        problems = list(self._problems)
+        for key in sorted(set(self._values) - self._known):
+            near = difflib.get_close_matches(key, sorted(self._known), n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            problems.append(f"{key}: unknown key{hint}")
+        for name, child in self._children.items():
+            problems += [f"{name}.{problem}" for problem in child._all_problems()]
+        return problems
 
     def _get(self, key: str) -> Any:
         self._known.add(key)

@@ -195,11 +195,11 @@ def run_tasks(
                 copy(task, file, lambda amount: advance(amount, name), counts)
             else:
                 operations[task.recipe.operation](task, file, lambda amount: advance(amount, name))
+            with lock:
+                partial.mark(number)
         except BaseException:
             stop.set()
             raise
-        with lock:
-            partial.mark(number)
 
     for number in partial.done:
         bar.advance(tasks[number].nbytes, "resumed")

@@ -132,10 +132,12 @@ def text_config(source: SourceCheckpoint) -> tuple[Mapping[str, Any], str]:
     if "text_config" not in source.config:
         return source.config, where
     top = KeyReader(source.config, where)
-    nested = top.table("text_config")
+    nested = source.config["text_config"]
+    if not isinstance(nested, Mapping):
+        raise InputError("text_config is not an object", where=where, found=repr(nested))
     top.choice("model_type", ["qwen4_exp"])
     top.rely_on_if_present("tie_word_embeddings", False, "the head has its own weights")
-    top.ignore(*_IGNORED_TOP_KEYS)
+    top.ignore("text_config", *_IGNORED_TOP_KEYS)
     for key in _SPECIAL_TOKENS:
         top.optional_integer(key)
     top.finish()
@@ -198,7 +200,7 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Qwen38Checkpoi
     kinds = _layer_types(keys, layers)
     gate = keys.choice("output_gate_type", ["sigmoid", "silu"])
     norm_topk = keys.boolean("norm_topk_prob")
-    rope = _Rope(keys, where, shared["head_size"])
+    rope = _Rope(keys, shared["head_size"])
     ple = _Ple(keys, values, kinds, shared["vocab_size"])
     drafts = keys.optional_integer("mtp_num_hidden_layers") or 0
     keys.require(drafts <= 1, "mtp_num_hidden_layers", f"{drafts} draft layers, at most 1 is known")
@@ -286,8 +288,8 @@ def _layer_types(keys: KeyReader, layers: int) -> list[LayerType]:
 class _Rope:
     """The rotary part of the attention heads."""
 
-    def __init__(self, keys: KeyReader, where: str, head: int) -> None:
-        rope = KeyReader(keys.table("rope_parameters"), f"{where}: rope_parameters")
+    def __init__(self, keys: KeyReader, head: int) -> None:
+        rope = keys.table("rope_parameters")
         rope.rely_on("rope_type", "default", "scaled position encodings are not implemented")
         rope.rely_on("mrope_interleaved", True, "the three position axes alternate")
         rope.ignore("type")
@@ -305,7 +307,6 @@ class _Rope:
             "mrope_section",
             f"{self.section} does not add up to half of the {self.dim} rotated dimensions",
         )
-        rope.finish()
 
 
 class _Ple:
