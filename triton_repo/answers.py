@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from triton_repo.frontend.detokenize import CONTEXT_IDS, decode_all
+from triton_repo.frontend.detokenize import MAX_CONTEXT_IDS, decode_all
 from triton_repo.frontend.output import OutputText
 from triton_repo.frontend.tokenizer import Tokenizer
 from triton_repo.generation.base import GenerationCall, GenerationEvent
@@ -316,7 +316,7 @@ class IdAnswer(Answer):
 def text_state(call: GenerationCall) -> dict[str, Any]:
     """What postprocessing has to know to make the text of a sequence."""
     return {
-        "context": call.prompt_ids[-CONTEXT_IDS:],
+        "context": call.prompt_ids[-MAX_CONTEXT_IDS:],
         "stop_words": call.text.stop_words,
         "include_stop": call.text.include_stop,
         "skip_special_tokens": call.text.skip_special_tokens,

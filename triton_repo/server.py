@@ -208,17 +208,17 @@ class TritonServer:
         deadline = time.monotonic() + UNLOAD_TIMEOUT_S
         headers = {f"triton-grpc-protocol-{_KEY_HEADER}": self._key, _KEY_HEADER: self._key}
         api = f"{self.http_url}/v2/repository"
-        with contextlib.suppress(requests.RequestException, ValueError, KeyError):
-            with requests.Session() as session:
-                session.headers.update(headers)
-                while time.monotonic() < deadline:
-                    index = session.post(f"{api}/index", json={}, timeout=2.0).json()
-                    live = {m["name"] for m in index if m.get("state") not in (None, "UNAVAILABLE")}
-                    if not live:
-                        return
-                    for name in live - {m["name"] for m in index if m.get("state") == "UNLOADING"}:
-                        session.post(f"{api}/models/{name}/unload", json={}, timeout=5.0)
-                    time.sleep(READY_POLL_S)
+        failures = (requests.RequestException, ValueError, KeyError)
+        with contextlib.suppress(*failures), requests.Session() as session:
+            session.headers.update(headers)
+            while time.monotonic() < deadline:
+                index = session.post(f"{api}/index", json={}, timeout=2.0).json()
+                states = {m["name"]: m.get("state") for m in index}
+                if not set(states.values()) - {None, "UNAVAILABLE"}:
+                    return
+                for name in [n for n, state in states.items() if state == "READY"]:
+                    session.post(f"{api}/models/{name}/unload", json={}, timeout=5.0)
+                time.sleep(READY_POLL_S)
 
     def _shm_prefix(self) -> str:
         # Several servers may share /dev/shm, each with regions of its own.

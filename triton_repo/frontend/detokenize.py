@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from triton_repo.frontend.tokenizer import Tokenizer
 
-REPLACEMENT = "�"
-# Enough earlier tokens for a decoder that treats the first token of a text differently.
+REPLACEMENT = "\ufffd"
+# Earlier ids that are decoded together with new ones: enough for a decoder that treats the first
+# token of a text differently, more where they would begin inside a character.
 CONTEXT_IDS = 6
+MAX_CONTEXT_IDS = 16
 # A window of undecodable ids is split above this length, so that work per token stays bounded.
 LONG_WINDOW = 64
 
@@ -16,13 +18,13 @@ LONG_WINDOW = 64
 class Detokenizer:
     """Incremental decoder of one sequence.
 
-    The text of the last decoded ids is remembered; new ids are decoded together with them and the
-    difference is emitted, unless it may still change because it ends inside a character.
+    New ids are decoded together with the piece before them, which ends and begins at a character;
+    the difference is emitted, unless it may still change because it ends inside a character.
 
     Args:
         tokenizer: decodes ids.
-        context_ids: the prompt; its text is never emitted, but a character that it begins and the
-            first generated ids complete is.
+        context_ids: the prompt, or at least its last 16 ids; its text is never emitted, but a
+            character that it begins and the first generated ids complete is.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -33,10 +35,14 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._context = list(context_ids[-CONTEXT_IDS:])
         self._pending: list[int] = []
+        for size in range(CONTEXT_IDS, MAX_CONTEXT_IDS + 1):
+            self._context = list(context_ids[-size:])
+            text = self._decode(self._context)
+            if not text.startswith(REPLACEMENT):
+                break
         # An incomplete character at the end of the prompt has not been shown to anybody.
-        self._shown = self._decode(self._context).rstrip(REPLACEMENT)
+        self._shown = text.rstrip(REPLACEMENT)
 
     def feed(self, token_id: int) -> str:
         """The text that became certain with this id; often empty."""
@@ -47,30 +53,36 @@ class Detokenizer:
         return self._emit(text)
 
     def flush(self) -> str:
-        """What is left at the end; an incomplete character becomes one U+FFFD."""
+        """What is left at the end; an incomplete character becomes U+FFFD."""
         if not self._pending:
             return ""
         return self._emit(self._decode(self._context + self._pending))
 
     def _emit(self, text: str) -> str:
         shared = len(self._shown) if text.startswith(self._shown) else _common(self._shown, text)
-        self._advance(self._pending)
+        self._advance(len(self._pending))
         return text[shared:]
 
-    def _advance(self, done: list[int]) -> None:
-        self._context = (self._context + done)[-CONTEXT_IDS:]
-        self._pending = self._pending[len(done) :]
-        self._shown = self._decode(self._context)
+    def _advance(self, count: int) -> None:
+        """The first `count` pending ids are done; they become the context of what follows."""
+        done, self._pending = self._pending[:count], self._pending[count:]
+        shown = self._decode(done)
+        if shown:
+            self._context, self._shown = done, shown
+        else:
+            # Special tokens have no text; the piece before them is still the one to join to.
+            self._context = [*self._context, *done][-LONG_WINDOW:]
+            self._shown = self._decode(self._context)
 
     def _split_long_window(self) -> str:
         """Emit the front of a long undecodable window where a cut does not change the text."""
         everything = self._decode(self._context + self._pending)
         for keep in range(4, 8):
-            front = self._context + self._pending[:-keep]
-            text = self._decode(front)
-            if text + self._decode(self._pending[-keep:]) == everything:
+            count = len(self._pending) - keep
+            text = self._decode(self._context + self._pending[:count])
+            if text + self._decode(self._pending[count:]) == everything:
                 emitted = text[len(self._shown) :]
-                self._advance(self._pending[:-keep])
+                self._advance(count)
                 return emitted
         return ""
 
@@ -80,9 +92,8 @@ class Detokenizer:
 
 def _common(a: str, b: str) -> int:
     """Length of the common prefix: text that some decoder changed after it was shown."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def decode_all(

@@ -1,0 +1,133 @@
+"""Processor options per modality: views, merges, routing, budgets, cache keys."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.triton_repo.tables import rows
+from triton_repo.frontend.geometry import VisionGeometry, smart_resize
+from triton_repo.frontend.media import media_key
+from triton_repo.frontend.mm_kwargs import injective, merge, own_options, route, view
+
+ACCEPTED = {
+    "images_kwargs": frozenset({"size", "do_resize", "max_pixels"}),
+    "videos_kwargs": frozenset({"size", "fps", "num_frames", "do_sample_frames", "max_pixels"}),
+    "text_kwargs": frozenset({"padding"}),
+    "audio_kwargs": frozenset({"sampling_rate", "padding"}),
+}
+
+
+@pytest.mark.parametrize("row", rows("views"))
+def test_view(row: dict[str, Any]) -> None:
+    before = copy.deepcopy(row["kwargs"])
+    seen = view(row["kwargs"], row["modality"])
+    if row["same"]:
+        assert seen == before
+    for key, value in row["expect"].items():
+        assert seen[key] == value
+    for key in row["absent"]:
+        assert key not in seen
+    # O15: the input is as it was, and shares nothing with the view.
+    for value in seen.values():
+        if isinstance(value, dict):
+            value["changed"] = True
+    assert row["kwargs"] == before
+
+
+@pytest.mark.parametrize("row", rows("merges"))
+def test_merge_and_route(row: dict[str, Any]) -> None:
+    server, request = copy.deepcopy(row["server"]), copy.deepcopy(row["request"])
+    merged = merge(row["server"], row["request"])
+    assert merged == row["merged"]
+    assert (row["server"], row["request"]) == (server, request)
+    if isinstance(row["routed"], str):
+        with pytest.raises(TypeError, match=row["routed"].removeprefix("TypeError: ")):
+            route(merged, ACCEPTED)
+    else:
+        assert route(merged, ACCEPTED) == row["routed"]
+
+
+def test_route_without_schema_keeps_the_other_modality() -> None:
+    kwargs = {"size": {"longest_edge": 5}, "videos_kwargs": {"size": {"longest_edge": 9}}, "x": 1}
+    assert route(kwargs) == {
+        "x": 1,
+        "images_kwargs": {"size": {"longest_edge": 5}},
+        "videos_kwargs": {"size": {"longest_edge": 9}},
+    }
+
+
+def test_routed_kwargs_never_name_a_key_twice() -> None:
+    values: list[Any] = [None, 3, {"longest_edge": 5}]
+    for flat, image, video in itertools.product(values, repeat=3):
+        kwargs = {"size": flat, "images_kwargs": {"size": image}, "videos_kwargs": {"fps": video}}
+        for accepted in (None, ACCEPTED):
+            routed = route(kwargs, accepted)
+            scoped = {k for s in ACCEPTED for k in (routed.get(s) or {})}
+            assert not scoped & routed.keys()
+
+
+def test_resolved_options_are_not_merged_again() -> None:
+    server = {"size": {"longest_edge": 1}}
+    routed = route(merge(server, {"videos_kwargs": {"size": {"longest_edge": 2}}}), ACCEPTED)
+    # Merging the server's options a second time would bring the flat key back.
+    assert "size" not in routed
+    assert "size" in merge(server, routed)
+
+
+@pytest.mark.parametrize("row", rows("budgets"))
+def test_budgets(row: dict[str, Any]) -> None:
+    geometry = VisionGeometry()
+    assert geometry.max_tokens(row["kwargs"], "image") == row["image"]
+    assert geometry.max_tokens(row["kwargs"], "video") == row["video"]
+
+
+def test_counts_come_from_the_same_view_as_budgets() -> None:
+    geometry = VisionGeometry()
+    kwargs = {"videos_kwargs": {"size": {"longest_edge": 2048 * 8, "shortest_edge": 1024}}}
+    assert geometry.max_tokens(kwargs, "video") == 8
+    assert geometry.tokens(kwargs, "video", 4000, 4000, 2) <= 8
+    assert geometry.tokens(kwargs, "image", 640, 480) == geometry.tokens({}, "image", 640, 480)
+
+
+@pytest.mark.parametrize("size", [(480, 640), (1080, 1920), (31, 33), (3000, 20), (64, 64)])
+@pytest.mark.parametrize("limits", [(65536, 16777216), (3136, 200704)])
+def test_smart_resize_equals_transformers(size: tuple[int, int], limits: tuple[int, int]) -> None:
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    want = module.smart_resize(*size, factor=32, min_pixels=limits[0], max_pixels=limits[1])
+    assert smart_resize(*size, 32, *limits) == want
+
+
+DIFFERENT = [
+    {"ab": "c"}, {"a": "bc"}, {"size": {"shortest_edge": 224}}, {"size.shortest_edge": 224},
+    [2, 4], {"0": 2, "1": 4}, None, "", {}, [], True, 1, 1.0, "1", {"a": None}, {"a": ""}, b"a",
+    "a",
+]  # fmt: skip
+
+
+def test_encoding_is_injective() -> None:
+    codes = [injective(value) for value in DIFFERENT]
+    assert len(set(codes)) == len(DIFFERENT)
+    # Negative control: the usual joined text is not.
+    assert len({"".join(f"{k}{v}" for k, v in d.items()) for d in DIFFERENT[:2]}) == 1
+
+
+def test_encoding_ignores_key_order() -> None:
+    assert injective({"a": 1, "b": 2}) == injective({"b": 2, "a": 1})
+
+
+def test_media_key_depends_on_own_options_only() -> None:
+    def key(modality: str, kwargs: dict[str, Any]) -> int:
+        return media_key(modality, b"content", own_options(kwargs, modality))
+
+    base = {"size": {"longest_edge": 1}}
+    video = base | {"videos_kwargs": {"fps": 2}}
+    image = base | {"images_kwargs": {"size": {"longest_edge": 9}}}
+    assert key("image", base) == key("image", video)
+    assert key("video", base) != key("video", video)
+    assert key("image", base) != key("image", image)
+    assert key("image", base) != key("video", base)
+    assert media_key("image", b"x", {}) != media_key("image", b"y", {})

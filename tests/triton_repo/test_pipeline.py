@@ -1,0 +1,266 @@
+"""The way of a request row to an engine input."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugins.support.errors import UsageError
+from tests.triton_repo.conftest import CHARACTER_IDS
+from tests.triton_repo.tables import rows
+from triton_repo.frontend.chat import ChatTemplate
+from triton_repo.frontend.pipeline import FrontEnd, Prepared, prepare
+from triton_repo.frontend.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
+ID_TO_CHARACTER = {i: c for c, i in CHARACTER_IDS.items()} | {1: "[", 2: "]"}
+
+
+def front_end(
+    context: int | None = 100, tokenizer: Tokenizer | None = None, **more: Any
+) -> FrontEnd:
+    tokenizer = tokenizer or ByteTokenizer()
+    assert tokenizer.chat_template is None or isinstance(tokenizer.chat_template, str)
+    template = tokenizer.chat_template and ChatTemplate(
+        tokenizer.chat_template, tokenizer.special_tokens
+    )
+    settings: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size,
+        "end_ids": tokenizer.eos_ids,
+        "chat_template": template or None,
+        "placeholders": PLACEHOLDERS,
+    }
+    return FrontEnd(tokenizer=tokenizer, context=context, **(settings | more))
+
+
+def run(row: dict[str, Any], server: FrontEnd | None = None) -> Prepared:
+    return prepare({"max_tokens": 4} | row, server or front_end())
+
+
+def refused(row: dict[str, Any], server: FrontEnd | None = None) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        run(row, server)
+    return caught.value
+
+
+def png(width: int, height: int, color: int = 0) -> str:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (color, color, color)).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize("row", rows("truncations"))
+def test_offsets_follow_the_ids(row: dict[str, Any], character_tokenizer: Path) -> None:
+    server = front_end(row["context"], HuggingFaceTokenizer(character_tokenizer))
+    request = {
+        "text_input": row["text"],
+        "truncate_prompt_tokens": row["truncate"],
+        "truncation_side": row["side"],
+        "add_special_tokens": row["special"],
+        "return_token_offsets": True,
+        "task": row["task"],
+        "max_tokens": row["max_tokens"],
+    }
+    if row["kept"].startswith("error"):
+        assert row["kept"].removeprefix("error: ") in str(refused(request, server))
+    elif not row["kept"]:
+        # The library cuts to nothing; a request for nothing is refused, never a silent success.
+        assert refused(request, server).what == "the prompt has no tokens"
+    else:
+        prompt = run(request, server).prompt
+        assert "".join(ID_TO_CHARACTER[i] for i in prompt.ids) == row["kept"]
+        assert [list(o) for o in prompt.arrays["offsets"]] == row["offsets"]
+
+
+@pytest.mark.parametrize("row", rows("padding_options"))
+def test_padding_fields(row: dict[str, Any]) -> None:
+    server = front_end(row.get("context", 8), defaults=row.get("defaults", {}))
+    prompt = run({"input_ids": list(range(1, 11)), "task": "embed"} | row["fields"], server).prompt
+    assert prompt.ids == row["result"]
+
+
+SALT = {"cache_salt": "tenant-a"}
+SALT_ID = 15947361407820284973
+MESSAGES = json.dumps([{"role": "user", "content": "hi"}])
+PATHS: dict[str, dict[str, Any]] = {
+    "S1-text": {"text_input": "hi"},
+    "S2-ids": {"input_ids": [104, 105]},
+    "S3-messages": {"messages": MESSAGES},
+    "S3-parts": {"content_parts": json.dumps(["hi", {"type": "token_ids", "token_ids": [1]}])},
+    "S4-image": {
+        "content_parts": json.dumps(["hi", {"type": "image_url", "image_url": png(32, 32)}])
+    },
+    "S5-features": {
+        "input_ids": [1, 258, 258, 2],
+        "mm_features": json.dumps([{"modality": "image", "offset": 1, "length": 2, "key": 7}]),
+    },
+    "embed": {"text_input": "hi", "task": "embed"},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_salt_is_on_every_path(path: str) -> None:
+    row = PATHS[path]
+    assert run(row | SALT).cache_salt_id == SALT_ID
+    assert run(row).cache_salt_id is None
+    for bad in ("", "a/b", "x" * 129):
+        assert refused(row | {"cache_salt": bad}).where == "cache_salt"
+    # It changes nothing else.
+    assert run(row | SALT).prompt == run(row).prompt
+    assert run(row | SALT).media == run(row).media
+
+
+def test_media_keys_stand_beside_the_salt() -> None:
+    def parts(color: int) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": {"url": png(32, 32, color)}}
+        return {"content_parts": json.dumps(["hi", part])}
+
+    one, other = run(parts(0) | SALT), run(parts(9) | SALT)
+    assert one.prompt.ids == other.prompt.ids
+    assert one.media[0].key != other.media[0].key
+
+
+def test_media_expand_and_drop_offsets() -> None:
+    row = PATHS["S4-image"] | {"return_token_offsets": True}
+    prepared = run(row, front_end(1000))
+    span = prepared.media[0]
+    assert prepared.prompt.ids == [104, 105, *[258] * span.length]
+    assert (span.offset, span.length) == (2, 64)
+    assert "offsets" not in prepared.prompt.arrays
+
+
+def test_text_cannot_pose_as_a_placeholder() -> None:
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<image>\x000\x00"},
+                {"type": "image_url", "image_url": {"url": png(32, 32)}},
+            ],
+        }
+    ]
+    prepared = run({"messages": json.dumps(messages)}, front_end(1000))
+    assert prepared.prompt.ids.count(258) == prepared.media[0].length
+    assert bytes(prepared.prompt.ids[:13]) == b"user: <image>"
+
+
+def test_a_limit_does_not_cut_media() -> None:
+    row = PATHS["S4-image"]
+    server = front_end(1000)
+    assert run(row | {"truncate_prompt_tokens": 64, "truncation_side": "left"}, server).media
+    error = refused(row | {"truncate_prompt_tokens": 64, "truncation_side": "right"}, server)
+    assert error.where == "truncate_prompt_tokens"
+
+
+def test_begin_token_once(character_tokenizer: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(character_tokenizer)
+    tokenizer.chat_template = "{{ cls_token }}{{ messages[0]['content'] }}"
+    server = front_end(100, tokenizer)
+    assert run({"text_input": "ab"}, server).prompt.ids == [1, 10, 11, 2]
+    assert run({"text_input": "ab", "add_special_tokens": False}, server).prompt.ids == [10, 11]
+    chat = {"messages": json.dumps([{"role": "user", "content": "ab"}])}
+    # The template writes the token, as text that the tokenizer knows.
+    assert run(chat, server).prompt.ids[-2:] == [10, 11]
+    assert run(chat, server).prompt.ids.count(1) <= 1
+
+
+def test_template_kwargs_are_merged_once() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = "{{ thinking }}{{ style }}"
+    server = front_end(100, tokenizer, chat_template_kwargs={"thinking": "on", "style": "x"})
+    assert bytes(run({"messages": MESSAGES}, server).prompt.ids) == b"onx"
+    row = {"messages": MESSAGES, "chat_template_kwargs": '{"thinking": "off"}'}
+    assert bytes(run(row, server).prompt.ids) == b"offx"
+    reserved = row | {"chat_template_kwargs": '{"messages": []}'}
+    assert refused(reserved, server).where == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("row", "where"),
+    [
+        ({}, "text_input"),
+        ({"text_input": "a", "input_ids": [1]}, "text_input"),
+        ({"text_input": ""}, "text_input"),
+        ({"input_ids": []}, "text_input"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [261]}, "input_ids"),
+        ({"text_input": "a", "max_tokens": 0}, "max_tokens"),
+        ({"text_input": "a", "max_tokens": 101}, "max_tokens"),
+        ({"text_input": "a", "min_tokens": 9}, "min_tokens"),
+        ({"text_input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"text_input": "a", "truncate_prompt_tokens": 101}, "truncate_prompt_tokens"),
+        ({"text_input": "a", "truncation_side": "middle"}, "truncation_side"),
+        ({"text_input": "a", "end_id": 261}, "end_id"),
+        ({"text_input": "a", "end_id": -2}, "end_id"),
+        ({"text_input": "a", "pad_id": -1}, "pad_id"),
+        ({"text_input": "a", "task": "sing"}, "task"),
+        ({"text_input": "a", "bad_words": [" "]}, "bad_words"),
+        ({"text_input": "a", "max_length": 0}, "max_length"),
+        ({"text_input": "a", "mm_processor_kwargs": "[]"}, "mm_processor_kwargs"),
+        ({"text_input": "a", "mm_processor_kwargs": "{"}, "mm_processor_kwargs"),
+        ({"text_input": "a", "mm_features": "[]"}, "mm_features"),
+        ({"messages": "[]"}, "messages"),
+        ({"messages": '[{"role": "user"}]'}, "messages[0].content"),
+        ({"messages": '[{"role": "root", "content": "a"}]'}, "messages[0].role"),
+        ({"content_parts": '[{"type": "smell"}]'}, "content_parts[0].type"),
+        ({"content_parts": '[{"type": "token_ids", "token_ids": [999]}]'},
+         "content_parts[0].token_ids"),
+        ({"input_ids": [1, 2], "mm_features":
+          '[{"modality": "image", "offset": 1, "length": 2, "key": 1}]'}, "mm_features[0]"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(row: dict[str, Any], where: str) -> None:
+    assert refused(row).where == where
+
+
+def test_max_tokens_fits_the_context() -> None:
+    assert run({"text_input": "x" * 98, "max_tokens": 50}).max_tokens == 2
+    assert refused({"text_input": "x" * 100, "max_tokens": 50}).where == "text_input"
+
+
+def test_lower_casing_and_offsets() -> None:
+    row = {"text_input": "İx", "lowercase": True}
+    assert bytes(run(row).prompt.ids).decode() == "İx".lower()
+    assert refused(row | {"return_token_offsets": True}).where == "lowercase"
+    plain = run({"text_input": "ÀB", "lowercase": True, "return_token_offsets": True})
+    assert plain.prompt.arrays["offsets"] == [(0, 1), (0, 1), (1, 2)]
+
+
+def test_no_offsets_unless_asked_for() -> None:
+    assert "offsets" not in run({"text_input": "a"}).prompt.arrays
+    assert "offsets" not in run({"input_ids": [1], "return_token_offsets": True}).prompt.arrays
+
+
+def test_end_ids() -> None:
+    server = front_end(100, end_ids=(256, 10))
+    assert run({"text_input": "a"}, server).end_ids == (256, 10)
+    assert run({"text_input": "a", "end_id": 7}, server).end_ids == (7,)
+    assert run({"text_input": "a", "end_id": -1}, server).end_ids == ()
+
+
+def test_generation_pads_after_its_length_is_known() -> None:
+    server = front_end(8)
+    row = {
+        "input_ids": list(range(1, 13)), "max_tokens": 4, "truncate_prompt_tokens": -1,
+        "truncation_side": "left", "padding": "max_length",
+    }  # fmt: skip
+    prepared = run(row, server)
+    assert prepared.prompt.ids == [*range(6, 13), 257]
+    assert prepared.real_ids == list(range(6, 13))
+    assert prepared.max_tokens == 1
+
+
+def test_request_options_need_trust() -> None:
+    from triton_repo.frontend.media import MediaPolicy
+
+    server = front_end(100, media=MediaPolicy(trust_request_kwargs=False))
+    row = {"text_input": "a", "mm_processor_kwargs": '{"fps": 1}'}
+    assert refused(row, server).where == "mm_processor_kwargs"
+    assert run(row).mm_views["video"]["fps"] == 1
