@@ -17,7 +17,7 @@ from plugins.support.dtypes import BY_TORCH
 from plugins.support.errors import CapabilityError, InputError
 from runtime.interpreter.kinds import KINDS, SHAPE_OPERANDS, VIEWS, PluginOp
 from runtime.interpreter.kinds.quantization import FLOAT4, unpack_float4
-from runtime.interpreter.plan import Plan, Preparation, Registers, last_uses, torch_dtype
+from runtime.interpreter.plan import Plan, Preparation, Registers, Site, resolve, torch_dtype
 from runtime.interpreter.program import Node, Program, walk
 
 # Prepared programs kept; a context engine meets one per chunk length and cache span.
@@ -78,8 +78,7 @@ class Interpreter:
             self._set_constant(name, self._weight(name, key, weights))
         self._shape_inputs = _shape_inputs(program)
         self._aliased = set(program.aliases.values())
-        self._nodes = self._fold()
-        self._dead = last_uses(self._nodes)
+        self._sites = self._fold()
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 
     # -- constants -----------------------------------------------------------------------------
@@ -117,7 +116,7 @@ class Interpreter:
             value = value.to(self.device)
         self._constants[self._slots[name]] = value
 
-    def _fold(self) -> tuple[Node, ...]:
+    def _fold(self) -> list[Site]:
         """Compute what needs no input, once and for all; return the remaining nodes."""
         kept: list[Node] = []
         preparation = self._preparation()
@@ -128,7 +127,8 @@ class Interpreter:
             ):
                 size = sum(self._static_bytes(name) for name in node.outputs)
                 if node.kind in VIEWS or size <= _FOLD_BYTES:
-                    preparation.run((node,), ((),))
+                    site = Site(node, self.program.tensors, self._slots, self._promote)
+                    preparation.run((site,))
                     for name in node.outputs:
                         slot = self._slots[name]
                         value = preparation.registers[slot]
@@ -136,7 +136,7 @@ class Interpreter:
                         self._constants[slot] = value
                     continue
             kept.append(node)
-        return tuple(kept)
+        return resolve(kept, self.program.tensors, self._slots, self._promote)
 
     def _static_bytes(self, name: str) -> int:
         info = self.program.tensors[name]
@@ -275,7 +275,7 @@ class Interpreter:
             preparation.registers[slot] = value
             if name in self._shape_inputs:
                 preparation.constant.add(slot)
-        preparation.run(self._nodes, self._dead)
+        preparation.run(self._sites)
         return preparation.registers, preparation.finish()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,17 +63,70 @@ def _failure(name: str, error: Exception) -> InputError:
     )
 
 
-def last_uses(nodes: Sequence[Node]) -> list[tuple[str, ...]]:
-    """For each node, the tensors that no later node reads."""
-    last: dict[str, int] = {}
-    for index, node in enumerate(nodes):
-        for name in (*node.inputs, *node.outputs):
-            if name is not None:
-                last[name] = index
-    dead: list[list[str]] = [[] for _ in nodes]
-    for name, index in last.items():
-        dead[index].append(name)
-    return [tuple(names) for names in dead]
+class Site:
+    """A node with its names resolved, once for all call shapes.
+
+    Attributes:
+        node: the node.
+        prepare: the function of its kind; None for a loop.
+        reads, writes: registers of inputs (None: absent) and outputs.
+        names, out_names: declared dtypes of inputs and outputs.
+        out_dtypes: torch types of the outputs.
+        dead: registers that no later node of the same context reads.
+        body: the sites of a loop.
+    """
+
+    __slots__ = (
+        "body",
+        "dead",
+        "names",
+        "node",
+        "out_dtypes",
+        "out_names",
+        "prepare",
+        "reads",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        node: Node,
+        tensors: Mapping[str, TensorInfo],
+        slots: Mapping[str, int],
+        promote: bool,
+    ) -> None:
+        self.node = node
+        self.prepare = KINDS.get(node.kind)
+        self.reads = tuple(None if n is None else slots[n] for n in node.inputs)
+        self.writes = tuple(slots[n] for n in node.outputs)
+        self.names: list[str | None] = [
+            None if n is None else tensors[n].dtype for n in node.inputs
+        ]
+        self.out_names: list[str] = [tensors[n].dtype for n in node.outputs]
+        self.out_dtypes = [torch_dtype(name, promote) for name in self.out_names]
+        self.dead: tuple[int, ...] = ()
+        self.body = resolve(node.loop.nodes, tensors, slots, promote) if node.loop else []
+
+
+def resolve(
+    nodes: Sequence[Node],
+    tensors: Mapping[str, TensorInfo],
+    slots: Mapping[str, int],
+    promote: bool,
+) -> list[Site]:
+    """Sites of one context, in order."""
+    sites = [Site(node, tensors, slots, promote) for node in nodes]
+    last: dict[int, int] = {}
+    for index, site in enumerate(sites):
+        for slot in (*site.reads, *site.writes):
+            if slot is not None:
+                last[slot] = index
+    dead: list[list[int]] = [[] for _ in sites]
+    for slot, index in last.items():
+        dead[index].append(slot)
+    for site, slots_of_site in zip(sites, dead, strict=True):
+        site.dead = tuple(slots_of_site)
+    return sites
 
 
 @dataclass
@@ -102,10 +155,13 @@ class Preparation:
     _names: list[str] = field(default_factory=list)
     _moved: dict[int, int] = field(default_factory=dict)
 
-    def run(self, nodes: Sequence[Node], dead: Sequence[Sequence[str]]) -> None:
-        """Execute and record nodes; `dead` as from `last_uses`."""
-        for node, names in zip(nodes, dead, strict=True):
-            self._prepare(node, [self.slots[name] for name in names])
+    def __post_init__(self) -> None:
+        self._accelerated = self.device.type != "cpu"
+
+    def run(self, sites: Sequence[Site]) -> None:
+        """Execute and record nodes."""
+        for site in sites:
+            self._prepare(site, site.dead)
 
     def finish(self) -> Plan:
         """The recorded plan."""
@@ -116,33 +172,33 @@ class Preparation:
 
     # -- one node ------------------------------------------------------------------------------
 
-    def _prepare(self, node: Node, dead: Iterable[int]) -> None:
+    def _prepare(self, site: Site, dead: Sequence[int]) -> None:
         before = len(self._steps)
         try:
-            if node.loop is not None:
-                self._loop(node, node.loop)
+            if site.prepare is None:
+                self._loop(site)
             else:
-                self._record(node, KINDS[node.kind](self._call(node)))
+                self._record(site, site.prepare(self._call(site)))
         except ToolchainError:
             raise
         except _ERRORS as error:
-            raise _failure(node.name, error) from error
-        freed = tuple(s for s in dead if s not in self.constant and s not in self.keep)
+            raise _failure(site.node.name, error) from error
+        constant, keep = self.constant, self.keep
+        freed = tuple([s for s in dead if s not in constant and s not in keep])
         for slot in freed:
             self.registers[slot] = None
         if freed and len(self._steps) > before:
             self._steps[-1] = _freeing(self._steps[-1], freed)
 
-    def _call(self, node: Node) -> Call:
-        slots = [None if n is None else self.slots[n] for n in node.inputs]
-        infos = [self.tensors[n] for n in node.outputs]
+    def _call(self, site: Site) -> Call:
+        registers, constant = self.registers, self.constant
         return Call(
-            node=node,
-            values=[None if s is None else self.registers[s] for s in slots],
-            constant=[s is not None and s in self.constant for s in slots],
-            names=[None if n is None else self.tensors[n].dtype for n in node.inputs],
-            out_dtypes=[torch_dtype(info.dtype, self.promote) for info in infos],
-            out_names=[info.dtype for info in infos],
+            node=site.node,
+            values=[None if s is None else registers[s] for s in site.reads],
+            constant=[s in constant for s in site.reads],
+            names=site.names,
+            out_dtypes=site.out_dtypes,
+            out_names=site.out_names,
             device=self.device,
             plugin_ops=self.plugin_ops,
         )
@@ -152,20 +208,22 @@ class Preparation:
         assert value is not None
         return value
 
-    def _record(self, node: Node, bound: Bound) -> None:
-        reads = tuple(self.slots[n] for n in map(node.inputs.__getitem__, bound.arguments) if n)
-        writes = tuple(self.slots[name] for name in node.outputs)
-        function = bound.function
-        static = node.kind != "kv_cache_update" and all(s in self.constant for s in reads)
-        on_host = all(self._value(s).device.type == "cpu" for s in reads)
-        if not (static and on_host):
-            reads = tuple(self._on_device(s) for s in reads)
+    def _record(self, site: Site, bound: Bound) -> None:
+        node, writes, function = site.node, site.writes, bound.function
+        reads = tuple(
+            [slot for slot in [site.reads[i] for i in bound.arguments] if slot is not None]
+        )
+        static = node.kind != "kv_cache_update" and self.constant.issuperset(reads)
+        if self._accelerated:
+            on_host = static and all(self._value(s).device.type == "cpu" for s in reads)
+            if not on_host:
+                reads = tuple(self._on_device(s) for s in reads)
         if self.promote and node.kind not in VIEWS:
             if node.kind == "gather":
                 function = _promoted(function)
             else:
                 reads = tuple(self._promote(s, node.name) for s in reads)
-        result = function(*map(self._value, reads))
+        result = function(*[self.registers[s] for s in reads])
         results = result if isinstance(result, tuple) else (result,)
         if len(results) != len(writes):
             raise InputError(
@@ -178,7 +236,7 @@ class Preparation:
             self._check(node, results)
         for slot, value in zip(writes, results, strict=True):
             self.registers[slot] = value
-        if static and sum(r.nbytes for r in results) <= _STATIC_BYTES:
+        if static and sum([r.nbytes for r in results]) <= _STATIC_BYTES:
             self.constant.update(writes)
             return
         self._steps.append(_step(function, reads, writes))
@@ -224,7 +282,10 @@ class Preparation:
 
     # -- loops ---------------------------------------------------------------------------------
 
-    def _loop(self, node: Node, loop: LoopBody) -> None:
+    def _loop(self, site: Site) -> None:
+        node, loop = site.node, site.node.loop
+        if loop is None:
+            raise InputError("the interpreter does not know a layer kind", where=node.name)
         slots = self.slots
         outer_steps, outer_names = self._steps, self._names
         self._steps, self._names = [], []
@@ -237,16 +298,18 @@ class Preparation:
             position = -1 if iteration.reverse else 0
             value = self._value(source).select(iteration.axis, position)
             self.registers[slots[iteration.output]] = value
-        dead = last_uses(loop.nodes)
-        inner = {slots[n] for body in loop.nodes for n in body.outputs}
+        inner = {slot for inside in site.body for slot in inside.writes}
         # Body values that the loop itself reads at the end of an iteration.
         used = {slots[r.next] for r in loop.recurrences} | {slots[o.source] for o in loop.outputs}
         used |= {slots[loop.condition]} if loop.condition is not None else set()
-        mortal = [[n for n in d if slots[n] in inner - used] for d in dead]
-        split = loop.condition_nodes
-        self.run(loop.nodes[:split], mortal[:split])
-        head, self._steps = self._steps, []
-        self.run(loop.nodes[split:], mortal[split:])
+        mortal = inner - used
+        head: list[Step] = []
+        for index, inside in enumerate(site.body):
+            if index == loop.condition_nodes:
+                head, self._steps = self._steps, []
+            self._prepare(inside, [s for s in inside.dead if s in mortal])
+        if loop.condition_nodes == len(site.body):
+            head, self._steps = self._steps, []
         body, names = self._steps, self._names
         self._steps, self._names = outer_steps, outer_names
         leftovers = tuple(
