@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from converters import qwen38
+from converters import qwen38, voxtral
 from converters.checkpoint.config import CONFIG_FILE, CheckpointConfig, read_config
 from converters.checkpoint.json_files import read_json_object
+from converters.checkpoint.source import SourceCheckpoint
 from converters.family import Family
 from plugins.support.errors import InputError
 
-_ALL: tuple[Family, ...] = (qwen38.FAMILY,)
+_ALL: tuple[Family, ...] = (qwen38.FAMILY, voxtral.FAMILY)
 # Hugging Face `model_type` -> family.
 FAMILIES: dict[str, Family] = {kind: family for family in _ALL for kind in family.model_types}
 
@@ -26,6 +27,25 @@ def family_for(model_type: object, where: str) -> Family:
             found=str(model_type),
         )
     return family
+
+
+def model_type_of(source: SourceCheckpoint) -> object:
+    """The `model_type` of a checkpoint; files in Mistral's layout do not say it themselves.
+
+    Raises InputError for a layout that no family reads.
+    """
+    if source.layout == "huggingface":
+        return source.config.get("model_type")
+    found = voxtral.mistral_model_type(source.config)
+    if found is None:
+        raise InputError(
+            "no converter for this model in Mistral's layout",
+            where=str(source.config_file),
+            expected="multimodal.whisper_model_args, as Voxtral has",
+            found=", ".join(sorted(source.config)),
+            fix="convert the Hugging Face files of the model",
+        )
+    return found
 
 
 def family_of(config: CheckpointConfig) -> Family:

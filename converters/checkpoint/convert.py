@@ -28,7 +28,7 @@ from converters.checkpoint.source import SourceCheckpoint
 from converters.checkpoint.tokenizer_files import TokenizerFiles
 from converters.checkpoint.write import CHUNK_BYTES, OutputFile, run_tasks, split_tasks
 from converters.family import TensorPlan
-from converters.registry import family_for
+from converters.registry import family_for, model_type_of
 from plugins.support.atomic import refuse_existing
 from plugins.support.dtypes import BY_NAME
 from plugins.support.errors import InputError, UsageError
@@ -173,8 +173,7 @@ def plan_conversion(
         raise UsageError("input and output are the same directory", where=str(ckpt_dir))
     refuse_existing(ckpt_dir, "checkpoint directory")
     source = SourceCheckpoint.open(hf_dir)
-    where = str(hf_dir / "config.json")
-    family = family_for(source.config.get("model_type"), where)
+    family = family_for(model_type_of(source), str(source.config_file))
     stored = _stored_dtype(source)
     config = family.plan_config(source, dtype or stored)  # type: ignore[arg-type]
     tokenizer = TokenizerFiles.find(hf_dir, config.vocab_size)

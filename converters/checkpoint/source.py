@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,10 @@ from converters.checkpoint.json_files import read_json_object
 from plugins.support.errors import InputError, UsageError
 
 INDEX_FILE = "model.safetensors.index.json"
+# Mistral's own layout: other names, other configuration keys, one file.
+MISTRAL_CONFIG, MISTRAL_WEIGHTS = "params.json", "consolidated.safetensors"
+
+Layout = Literal["huggingface", "mistral"]
 # Evenly spaced samples of each file that go into its identity: files up to 2 MiB count whole.
 _SAMPLES, _SAMPLE_BYTES = 512, 4096
 
@@ -28,13 +32,16 @@ class SourceCheckpoint:
 
     Attributes:
         directory: where it lies.
-        config: `config.json` as it is.
+        config: the configuration file as it is.
         tensors: every tensor by the name it has on disk.
+        layout: "huggingface" (`config.json`) or "mistral" (`params.json`); a directory with both
+            is read by the Hugging Face files.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
+    layout: Layout = "huggingface"
 
     @classmethod
     def open(cls, directory: Path) -> SourceCheckpoint:
@@ -45,10 +52,22 @@ class SourceCheckpoint:
         """
         if not directory.is_dir():
             raise UsageError("the checkpoint directory does not exist", where=str(directory))
+        mistral = directory / MISTRAL_WEIGHTS
+        if mistral.is_file() and (directory / MISTRAL_CONFIG).is_file():
+            others = [path for path in directory.glob("*.safetensors") if path != mistral]
+            if not others:
+                params = read_json_object(directory / MISTRAL_CONFIG, "model configuration")
+                return cls(directory, params, read_header(mistral), "mistral")
         config = read_json_object(directory / "config.json", "model configuration")
         index = directory / INDEX_FILE
         tensors = _indexed(directory, index) if index.exists() else _single(directory)
         return cls(directory, config, tensors)
+
+    @property
+    def config_file(self) -> Path:
+        """The file that `config` was read from."""
+        name = MISTRAL_CONFIG if self.layout == "mistral" else "config.json"
+        return self.directory / name
 
     @property
     def files(self) -> list[Path]:
@@ -74,7 +93,7 @@ class SourceCheckpoint:
     def identity(self) -> SourceIdentity:
         """Digest of config, names, dtypes, shapes, sizes and content samples of all files."""
         digest = hashlib.sha256()
-        for path in [self.directory / "config.json", *self.files]:
+        for path in [self.config_file, *self.files]:
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())
             for sample in _samples(path, size):
@@ -141,6 +160,9 @@ def _indexed(directory: Path, index: Path) -> dict[str, TensorEntry]:
 
 def _single(directory: Path) -> dict[str, TensorEntry]:
     files = sorted(directory.glob("*.safetensors"))
+    if len(files) > 1:
+        # The same weights once more, in Mistral's layout.
+        files = [path for path in files if path.name != MISTRAL_WEIGHTS]
     if len(files) == 1:
         return read_header(files[0])
     if not files:

@@ -36,6 +36,13 @@ class RotaryTable:
         cos, sin = net.gather(self._cos, positions, 0), net.gather(self._sin, positions, 0)
         return net.cast(cos, self._dtype), net.cast(sin, self._dtype)
 
-    def rotate(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate the first channels of x [B, N, S, D] in half-split pairs."""
-        return self._net.rotary_embedding(x, *angles, rotary_dim=self._rotary_dim)
+    def rotate(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], *, interleaved: bool = False
+    ) -> Tensor:
+        """Rotate the first channels of x [B, N, S, D].
+
+        Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) if `interleaved`.
+        """
+        return self._net.rotary_embedding(
+            x, *angles, rotary_dim=self._rotary_dim, interleaved=interleaved
+        )

@@ -1,0 +1,158 @@
+"""What the text engines of all families share: inputs, slots, caches and states.
+
+The names, shapes and rules are the text engine contract of docs/architecture.md: a call covers B
+slots with S tokens each, of which `new_lengths` are real; a slot without any is padding and leaves
+no trace.
+"""
+
+from __future__ import annotations
+
+from converters.checkpoint.config import CheckpointConfig
+from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
+from plugins.support.errors import InputError
+from plugins.trt.network import Dim, Network
+from plugins.trt.types import Tensor
+
+
+class TextEngine:
+    """The inputs of one text engine under construction.
+
+    Args:
+        net: network without inputs.
+        config: of the checkpoint.
+        phase: "context" takes any number of tokens per slot, "generation" a fixed few.
+        limits: sizes.
+        least_span: fewest cache rows that the context engine's attention can look at.
+
+    Attributes:
+        ids: int32 [B, S].
+        past, new: int32 [B], cached and real tokens per slot.
+        wanted: int32 [B, L], tokens whose logits are wanted.
+        span: cache rows that attention looks at.
+        tokens: S where it is static, else -1.
+        batch, count: B and S.
+        valid: bool [B, S], false for padding tokens.
+        positions: int32 [B, S], past + index, padding included.
+        queries: int32 [B, S], position of real tokens, -1 for padding.
+        active: bool [B], false for padding slots.
+        token_row: int32 [B], first cache row to write; behind all visible ones for padding slots.
+
+    Raises InputError for a sequence length that the model was not trained for.
+    """
+
+    def __init__(
+        self,
+        net: Network,
+        config: CheckpointConfig,
+        phase: Phase,
+        limits: EngineLimits,
+        *,
+        least_span: int = TOKEN_BLOCK,
+    ) -> None:
+        if limits.max_seq_len > config.max_position_embeddings:
+            raise InputError(
+                "the sequence length exceeds what the model was trained for",
+                where="max_seq_len",
+                expected=f"at most {config.max_position_embeddings}",
+                found=str(limits.max_seq_len),
+            )
+        self.net, self.limits, self.dtype = net, limits, config.dtype
+        self.context = phase == "context"
+        self.kinds: dict[str, InputKind] = {}
+        self.profile: dict[str, tuple[Dims, Dims, Dims]] = {}
+
+        step = limits.step_tokens
+        self.tokens = -1 if self.context else step
+        chunks = ((TOKEN_BLOCK,), (limits.chunk_size,), (limits.chunk_size,))
+        ids_range = chunks if self.context else ((step,),) * 3
+        logits_range = ((1,), (1,), (limits.max_logits_tokens,)) if self.context else ids_range
+        self.ids = self.input("input_ids", "token", "int32", (self.tokens,), ids_range)
+        self.past = self.input("past_lengths", "token", "int32")
+        self.new = self.input("new_lengths", "token", "int32")
+        self.wanted = self.input("logits_positions", "token", "int32", (self.tokens,), logits_range)
+        self.span = self._attention_span(least_span) if self.context else limits.cache_rows
+
+        self.batch, self.count = net.dim(self.ids, 0), net.dim(self.ids, 1)
+        index = net.unsqueeze(net.iota(self.count), [0])
+        self.valid = net.less(index, net.unsqueeze(self.new, [1]))
+        self.positions = net.add(net.unsqueeze(self.past, [1]), index)
+        # To the attention a padding token is a query at position -1.
+        self.queries = net.select(self.valid, self.positions, -1)
+        self.active = net.greater(self.new, 0)
+        self.token_row = net.select(self.active, self.past, limits.visible_rows)
+
+    def definition(self) -> Definition:
+        """What the caller of `define` gets."""
+        return Definition(kinds=self.kinds, profile=self.profile)
+
+    def input(
+        self,
+        name: str,
+        kind: InputKind,
+        dtype: str,
+        dims: Dims = (),
+        ranges: tuple[Dims, ...] | None = None,
+    ) -> Tensor:
+        """A network input [B, *dims]; `ranges` are the smallest, best and largest dims."""
+        least, best, most = ranges or (dims, dims, dims)
+        slots = self.limits.max_batch_size
+        self.kinds[name] = kind
+        self.profile[name] = ((1, *least), (1 if self.context else slots, *best), (slots, *most))
+        return self.net.input(name, dtype, (-1, *dims))
+
+    def _attention_span(self, least: int) -> Dim:
+        """Cache rows that attention looks at; only the length of the input matters."""
+        most = self.limits.visible_rows
+        self.kinds["attention_span"] = "token"
+        self.profile["attention_span"] = ((min(least, most),), (most,), (most,))
+        return self.net.dim(self.net.input("attention_span", "int32", (-1,)), 0)
+
+    def per_token(self, name: str, width: int) -> Tensor:
+        """A host input [B, S, width] in the checkpoint's type."""
+        if not self.context:
+            return self.input(name, "host", self.dtype, (self.tokens, width))
+        most = self.limits.chunk_size
+        ranges = ((TOKEN_BLOCK, width), (most, width), (most, width))
+        return self.input(name, "host", self.dtype, (-1, width), ranges)
+
+    def state(self, name: str, dtype: str, dims: Dims) -> Tensor:
+        """A state input; its successor is given to `next_state`."""
+        return self.input(name, "state", dtype, dims)
+
+    def next_state(self, name: str, value: Tensor) -> None:
+        """The output that becomes the state of the next call."""
+        self.net.output(value, f"{name}.next")
+
+    def cache(self, name: str, update: Tensor, row: Tensor, rows: int | None = None) -> Tensor:
+        """Write [B, heads, S, D] into the cache of that name and return the whole cache.
+
+        `rows` is the cache's length, by default one row per token.
+        """
+        _, heads, _, width = self.net.shape(update)
+        length = self.limits.cache_rows if rows is None else rows
+        cache = self.input(name, "cache", self.dtype, (heads, length, width))
+        return self.net.kv_cache_update(cache, update, row)
+
+    def visible(self, cache: Tensor) -> Tensor:
+        """The cache rows that attention looks at, [B, heads, span, D]."""
+        return self.net.narrow(cache, 2, 0, self.span) if self.context else cache
+
+    def causal_mask(self, window: int | None = None) -> Tensor:
+        """Which cache rows each query sees, bool [B, 1, S, span].
+
+        Args:
+            window: rows a query sees at most, its own included; None = all before it.
+
+        A padding query sees the first row, so that its result stays finite.
+        """
+        net = self.net
+        row = net.unsqueeze(net.iota(self.span), [0, 1])
+        query = net.unsqueeze(net.maximum(self.queries, 0), [2])
+        seen = net.less_equal(row, query)
+        if window is not None and window < self.limits.visible_rows:
+            seen = net.logical_and(seen, net.greater(row, net.sub(query, window)))
+        return net.unsqueeze(seen, [1])
+
+    def wanted_rows(self, x: Tensor) -> Tensor:
+        """[B, L, ...] of [B, S, ...]: the tokens whose logits are wanted."""
+        return self.net.gather(x, self.wanted, axis=1, elementwise_dims=1)
