@@ -14,7 +14,7 @@ TEST_EXTRAS := rtx,serve,kernels,media,quantize,test,lint
 .PHONY: demo test lint format docs clean
 
 demo: $(VENV)/.stamp-demo
-	$(BIN)/python -m build_scripts.demo --family $(FAMILY) $(DEMO)/$(FAMILY)
+	$(BIN)/python -m tests.demo --family $(FAMILY) $(DEMO)/$(FAMILY)
 
 # One thread per worker: the models are small, and threads of several workers only get in each
 # other's way.

@@ -8,6 +8,7 @@ continuation of its prompt.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import queue
 import shutil
@@ -156,8 +157,9 @@ def main() -> None:
     _run(f"build-engine build {root / 'checkpoint'} {engine} {limits}", timings)
     _run(f"build-engine verify {engine} --against {model}", timings)
     _run(f"build-engine repo {engine} {repository}", timings)
-    known = json.loads((model / "known.json").read_text())
-    samples = [(k["prompt"], k["continuation"]) for k in known if k["kind"] == "text"]
+    fixture = importlib.import_module(f"tests.fixtures.{arguments.family}_checkpoint")
+    known = fixture.known_continuations()
+    samples = [(k.prompt, k.continuation) for k in known if k.kind == "text"]
     good = _serve_and_ask(repository, samples, max_tokens=160)
     timings.append(("whole demo", f"{time.perf_counter() - begin:.1f} s"))
     output.table("What happened", ("step", "time"), timings)
