@@ -23,7 +23,15 @@ NUMPY: dict[str, Any] = {
 }  # fmt: skip
 # Parameters that clients and the server set beside a model's own.
 KNOWN_PARAMETERS = frozenset(
-    {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"}
+    {
+        "id",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "priority",
+        "timeout",
+        "binary_data_output",
+    }
 )
 # Fields whose bytes are data, not text.
 BINARY_FIELDS = frozenset({"image_bytes_input", "audio_bytes"})

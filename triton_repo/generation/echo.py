@@ -55,6 +55,7 @@ class EchoGenerator:
     def __init__(self) -> None:
         self._known: OrderedDict[int, None] = OrderedDict()
         self._steps: list[_Step] = []
+        self._active = 0
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._closing = False
@@ -80,6 +81,7 @@ class EchoGenerator:
             arrival_ns=time.time_ns(),
         )
         with self._wake:
+            self._active += 1
             heapq.heappush(self._steps, _Step(0.0, next(self._order), task))
             self._wake.notify()
 
@@ -94,7 +96,7 @@ class EchoGenerator:
     def gauges(self) -> dict[str, float]:
         """All sequences run at once."""
         with self._wake:
-            return {"active": float(len(self._steps)), "waiting": 0.0}
+            return {"active": float(self._active), "waiting": 0.0}
 
     def close(self) -> None:
         """Cancel what runs and end the thread."""
@@ -179,6 +181,8 @@ class EchoGenerator:
             )
             # A second, late step of a cancelled task finds it ended.
             task.position = -1
+            with self._wake:
+                self._active -= 1
         task.deliver(event)
         return not event.last
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -41,6 +42,15 @@ def refuse_to_start(pb_utils: Any, error: Exception) -> NoReturn:
 def tensors_of(request: Any) -> dict[str, Array]:
     """All input tensors of a request by name."""
     return {t.name(): t.as_numpy() for t in request.inputs()}
+
+
+def request_id_of(request: Any) -> str:
+    """The client's request id; the generate endpoint passes a JSON `id` as a parameter."""
+    given: str = request.request_id()
+    if given:
+        return given
+    parameters = request.parameters()
+    return str(json.loads(parameters).get("id", "")) if len(parameters) > 2 else ""
 
 
 def decoupled(config: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from triton_repo.models.base import (
     decoupled,
     limit_threads,
     refuse_to_start,
+    request_id_of,
     set_up_logging,
     tensors_of,
 )
@@ -57,7 +58,7 @@ class Bls:
     def execute(self, requests: Sequence[Any]) -> None:
         """Start each request; answers come from other threads."""
         for request in requests:
-            pending = _Pending(request.request_id())
+            pending = _Pending(request_id_of(request))
             pending.reply = self._replies.open(request, pending.cancel)
             try:
                 tensors = tensors_of(request)

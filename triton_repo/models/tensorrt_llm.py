@@ -23,6 +23,7 @@ from triton_repo.models.base import (
     decoupled,
     limit_threads,
     refuse_to_start,
+    request_id_of,
     set_up_logging,
     tensors_of,
 )
@@ -78,7 +79,7 @@ class TensorrtLlm:
     def _start(self, request: Any) -> None:
         answer: IdAnswer | None = None
         reply = self._replies.open(request, lambda: answer.cancel() if answer else None)
-        request_id = request.request_id()
+        request_id = request_id_of(request)
         try:
             tensors = tensors_of(request)
             check_parameters(request.parameters(), list(_PUBLIC.values()))

@@ -1,0 +1,419 @@
+"""Front-end behaviour through a real tritonserver: BLS and ensemble, HTTP and gRPC."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as grpcclient
+from PIL import Image
+
+from tests.triton_repo.clients import (
+    generate,
+    generate_stream,
+    grpc_stream,
+    metric,
+    ok,
+    refused,
+    text_of,
+)
+from tests.triton_repo.tables import rows
+from triton_repo.server import TritonServer
+
+MODELS = ("tensorrt_llm_bls", "ensemble")
+both = pytest.mark.parametrize("model", MODELS)
+
+
+def echo_ids(answer: dict[str, Any]) -> list[int]:
+    """ECHO_INPUT_IDS; the generate endpoint unwraps a list of one."""
+    ids = answer["ECHO_INPUT_IDS"]
+    return ids if isinstance(ids, list) else [ids]
+
+
+def pairs(flat: list[int]) -> list[list[int]]:
+    return [list(p) for p in zip(flat[::2], flat[1::2], strict=True)]
+
+
+@both
+@pytest.mark.parametrize("row", rows("salts"))
+def test_salt_ids(echo_server: TritonServer, model: str, row: dict[str, Any]) -> None:
+    answer = ok(echo_server, {"text_input": "x", "cache_salt": row["salt"]}, model)
+    assert answer["ECHO_CACHE_SALT_ID"] == row["salt_id"]
+
+
+@both
+def test_no_salt_is_no_tensor(echo_server: TritonServer, model: str) -> None:
+    assert "ECHO_CACHE_SALT_ID" not in ok(echo_server, {"text_input": "x"}, model)
+    for salt in ("", "a/b", "a@b", "a\\b", "x" * 129):
+        message = refused(echo_server, {"text_input": "x", "cache_salt": salt}, model)
+        assert message.startswith("cache_salt: ")
+
+
+@both
+def test_salts_isolate_the_prefix_cache(echo_server: TritonServer, model: str) -> None:
+    def reused(salt: str | None) -> int:
+        body = {"text_input": f"{model} isolation 0123456789ab"}
+        if salt is not None:
+            body["cache_salt"] = salt
+        return int(ok(echo_server, body, model)["kv_cache_reused_blocks"])
+
+    assert reused("a") == 0
+    assert reused("a") > 0
+    assert reused("b") == 0
+    assert reused(None) == 0
+    assert reused(None) > 0
+
+
+PATHS: dict[str, dict[str, Any]] = {
+    "text": {"text_input": "hi"},
+    "ids": {"input_ids": [104, 105]},
+    "messages": {"messages": '[{"role": "user", "content": "hi"}]'},
+    "parts": {"content_parts": '["hi"]'},
+    "features": {
+        "input_ids": [1, 258, 2],
+        "mm_features": '[{"modality": "image", "offset": 1, "length": 1, "key": 7}]',
+    },
+    "embed": {"text_input": "hi", "task": "embed"},
+}
+
+
+@both
+@pytest.mark.parametrize("path", PATHS)
+def test_the_salt_reaches_generation_on_every_path(
+    echo_server: TritonServer, model: str, path: str
+) -> None:
+    body = PATHS[path] | {"cache_salt": "tenant-a"}
+    assert ok(echo_server, body, model)["ECHO_CACHE_SALT_ID"] == 15947361407820284973
+    events = list(generate_stream(echo_server, body, model))
+    assert events[0]["ECHO_CACHE_SALT_ID"] == 15947361407820284973
+
+
+@both
+@pytest.mark.parametrize(
+    "row",
+    # The rows that hold for one id per byte and the server's own context.
+    [r for r in rows("truncations") if not r.values[0]["special"]
+     and r.values[0]["truncate"] not in (None, -1, 0)],
+)  # fmt: skip
+def test_truncation(echo_server: TritonServer, model: str, row: dict[str, Any]) -> None:
+    answer = ok(
+        echo_server,
+        {
+            "text_input": row["text"],
+            "truncate_prompt_tokens": row["truncate"],
+            "truncation_side": row["side"],
+            "return_token_offsets": True,
+        },
+        model,
+    )
+    assert bytes(echo_ids(answer)).decode() == row["kept"]
+    assert pairs(answer["ECHO_PROMPT_TOKEN_OFFSETS"]) == row["offsets"]
+    assert pairs(answer["PROMPT_TOKEN_OFFSETS"]) == row["offsets"]
+
+
+@both
+def test_truncate_then_pad(echo_server: TritonServer, model: str) -> None:
+    body = {
+        "input_ids": list(range(1, 11)), "truncate_prompt_tokens": 3, "truncation_side": "left",
+        "padding": "max_length", "max_length": 6, "task": "embed",
+    }  # fmt: skip
+    answer = ok(echo_server, body, model)
+    assert answer["ECHO_INPUT_IDS"] == [8, 9, 10, 257, 257, 257]
+    assert answer["ECHO_ATTENTION_MASK"] == [1, 1, 1, 0, 0, 0]
+    # The vector is that of the tokens alone.
+    bare = ok(echo_server, {"input_ids": [8, 9, 10], "task": "embed"}, model)
+    assert answer["embedding"] == bare["embedding"]
+    other = ok(echo_server, {"input_ids": [8, 9], "task": "embed"}, model)
+    assert answer["embedding"] != other["embedding"]
+
+
+@both
+@pytest.mark.parametrize(
+    "row", [r for r in rows("views") if r.values[0]["modality"] in ("image", "video", "audio")]
+)
+def test_views(echo_server: TritonServer, model: str, row: dict[str, Any]) -> None:
+    body = {"text_input": "x", "mm_processor_kwargs": json.dumps(row["kwargs"])}
+    seen = json.loads(ok(echo_server, body, model)["ECHO_MM_VIEWS"])[row["modality"]]
+    for key, value in row["expect"].items():
+        assert seen[key] == value
+    assert not set(row["absent"]) & seen.keys()
+
+
+@both
+@pytest.mark.parametrize("row", rows("detokeniser"))
+def test_streamed_text(echo_server: TritonServer, model: str, row: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"echo_output_ids": row["bytes"]}
+    body |= {"input_ids": row["prompt"]} if "prompt" in row else {"text_input": "Say: "}
+    body["end_id"] = -1
+    want = "".join(e or "" for e in row["emitted"]) + row["tail"]
+    events = list(generate_stream(echo_server, body, model))
+    assert "".join(e["text_output"] for e in events) == want
+    assert [e.get("finish_reason") for e in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1]["finish_reason"] == "stop"
+    whole = ok(echo_server, body | {"exclude_input_in_output": True, "max_tokens": 64}, model)
+    assert whole["text_output"] == want
+
+
+@both
+def test_stop_words(echo_server: TritonServer, model: str) -> None:
+    body = {
+        "text_input": "x", "echo_output_ids": list(b"abcSTOPdef"), "stop_words": ["STOP", "zz"],
+        "exclude_input_in_output": True,
+    }  # fmt: skip
+    answer = ok(echo_server, body, model)
+    assert answer["text_output"] == "abc"
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", "STOP")
+    assert answer["output_ids"] == list(b"abcSTOP")
+    kept = ok(echo_server, body | {"include_stop_str_in_output": True}, model)
+    assert kept["text_output"] == "abcSTOP"
+    events = list(generate_stream(echo_server, body, model))
+    assert "".join(e["text_output"] for e in events) == "abc"
+    released = body | {"echo_output_ids": list(b"abcSTO")}
+    assert ok(echo_server, released, model)["text_output"] == "abcSTO"
+    sampling = json.loads(answer["ECHO_SAMPLING"])
+    assert sampling["stop_words_ids"] == [list(b"STOP"), list(b"zz")]
+
+
+@both
+def test_bad_words_reach_generation(echo_server: TritonServer, model: str) -> None:
+    answer = ok(echo_server, {"text_input": "x", "bad_words": ["ab"]}, model)
+    sampling = json.loads(answer["ECHO_SAMPLING"])
+    assert sampling["bad_words_ids"] == [list(b"ab"), list(b" ab")]
+    assert refused(echo_server, {"text_input": "x", "bad_words": [" "]}, model).startswith(
+        "bad_words: "
+    )
+
+
+@both
+def test_sampling_parameters_reach_generation(echo_server: TritonServer, model: str) -> None:
+    given = {
+        "temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 2**64 - 1, "min_tokens": 2,
+        "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+    }  # fmt: skip
+    answer = ok(echo_server, {"text_input": "x"} | given, model)
+    sampling = json.loads(answer["ECHO_SAMPLING"])
+    assert {k: sampling[k] for k in given} == given
+    assert sampling["end_ids"] == [256]
+    aliased = ok(echo_server, {"text_input": "x", "random_seed": 7}, model)
+    assert json.loads(aliased["ECHO_SAMPLING"])["seed"] == 7
+
+
+@both
+def test_prompt_in_the_answer(echo_server: TritonServer, model: str) -> None:
+    body = {"text_input": "prompt ", "echo_output_ids": list(b"answer")}
+    assert ok(echo_server, body, model)["text_output"] == "prompt answer"
+    without = ok(echo_server, body | {"exclude_input_in_output": True}, model)
+    assert without["text_output"] == "answer"
+    # The echoed prompt is what was used, not what was sent.
+    cut = body | {"truncate_prompt_tokens": 3, "truncation_side": "left"}
+    assert ok(echo_server, cut, model)["text_output"] == "pt answer"
+    events = list(generate_stream(echo_server, body, model))
+    assert "".join(e["text_output"] for e in events) == "answer"
+
+
+@both
+def test_end_id_ends(echo_server: TritonServer, model: str) -> None:
+    body = {
+        "text_input": "x", "echo_output_ids": [97, 256, 98], "exclude_input_in_output": True,
+    }  # fmt: skip
+    assert ok(echo_server, body, model)["text_output"] == "a"
+    assert ok(echo_server, body | {"end_id": -1}, model)["text_output"] == "ab"
+    assert ok(echo_server, body | {"end_id": 97}, model)["text_output"] == ""
+
+
+@both
+def test_length_and_usage(echo_server: TritonServer, model: str) -> None:
+    body = {
+        "text_input": "four", "max_tokens": 2, "echo_output_ids": list(b"abcdef"),
+        "return_num_input_tokens": True, "return_num_output_tokens": True,
+        "return_log_probs": True, "return_perf_metrics": True,
+    }  # fmt: skip
+    answer = ok(echo_server, body, model)
+    assert answer["finish_reason"] == "length"
+    assert (answer["num_input_tokens"], answer["num_output_tokens"]) == (4, 2)
+    assert answer["output_log_probs"] == [-0.125, -0.25]
+    assert answer["cum_log_probs"] == -0.375
+    assert answer["last_token_time_ns"] >= answer["arrival_time_ns"] > 0
+
+
+@both
+def test_several_sequences(echo_server: TritonServer, model: str) -> None:
+    body = {
+        "text_input": "x", "num_return_sequences": 3, "echo_output_ids": list(b"ab"), "seed": 5,
+        "exclude_input_in_output": True,
+    }  # fmt: skip
+    assert ok(echo_server, body, model)["text_output"] == ["ab", "ab", "ab"]
+    texts: dict[int, str] = {}
+    for event in generate_stream(echo_server, body, model):
+        index = event["sequence_index"]
+        texts[index] = texts.get(index, "") + event["text_output"]
+    assert texts == {0: "ab", 1: "ab", 2: "ab"}
+
+
+@both
+def test_a_batch_of_rows(echo_server: TritonServer, model: str) -> None:
+    def tensor(name: str, kind: str, values: list[Any], dtype: Any) -> Any:
+        array = np.array([[v] for v in values], dtype=dtype)
+        out = grpcclient.InferInput(name, list(array.shape), kind)
+        out.set_data_from_numpy(array)
+        return out
+
+    import queue
+
+    events: queue.Queue[Any] = queue.Queue()
+    client = grpcclient.InferenceServerClient(echo_server.grpc_url)
+    client.start_stream(lambda result, error: events.put((result, error)))
+    client.async_stream_infer(
+        model,
+        [
+            tensor("text_input", "BYTES", [b"first", b"2nd"], np.object_),
+            tensor("max_tokens", "INT32", [9, 9], np.int32),
+            tensor("cache_salt", "BYTES", [b"a", b"b"], np.object_),
+            tensor("exclude_input_in_output", "BOOL", [True, True], np.bool_),
+        ],
+        enable_empty_final_response=True,
+    )
+    result, error = events.get(timeout=10)
+    client.stop_stream()
+    assert error is None
+    assert [bytes(t) for t in result.as_numpy("text_output").reshape(-1)] == [b"first", b"2nd"]
+    salts = result.as_numpy("ECHO_CACHE_SALT_ID").reshape(-1).tolist()
+    assert salts == [6027058585768261143, salts[1]] and salts[0] != salts[1]
+    assert result.as_numpy("ECHO_INPUT_IDS").shape == (2, 5)
+
+
+@both
+def test_output_types_and_shapes(echo_server: TritonServer, model: str) -> None:
+    body = {
+        "text_input": "ab", "return_token_offsets": True, "cache_salt": "a",
+        "return_log_probs": True, "return_num_output_tokens": True, "echo_output_ids": [97, 98],
+    }  # fmt: skip
+    with grpc_stream(echo_server, body, model) as stream:
+        results = stream.collect()
+    assert len(results) == 1
+    want = {
+        "text_output": ((1, 1), np.object_), "output_ids": ((1, 1, 2), np.int32),
+        "finish_reason": ((1, 1), np.object_), "PROMPT_TOKEN_OFFSETS": ((1, 2, 2), np.int32),
+        "ECHO_CACHE_SALT_ID": ((1, 1), np.uint64), "cum_log_probs": ((1, 1), np.float32),
+        "output_log_probs": ((1, 1, 2), np.float32), "num_output_tokens": ((1, 1), np.int32),
+    }  # fmt: skip
+    for name, (shape, dtype) in want.items():
+        array = results[0].as_numpy(name)
+        assert (array.shape, array.dtype) == (shape, dtype), name
+
+
+@both
+def test_grpc_stream_has_one_final_response(echo_server: TritonServer, model: str) -> None:
+    body = {"text_input": "x", "stream": True, "echo_output_ids": list("héllo 👋".encode())}
+    with grpc_stream(echo_server, body, model) as stream:
+        assert text_of(stream.collect()) == "héllo 👋"
+        assert stream.events.empty()
+
+
+def data_uri(color: int) -> str:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), (color, 0, 0)).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@both
+def test_images_do_not_share_cache_blocks(echo_server: TritonServer, model: str) -> None:
+    def ask(color: int) -> dict[str, Any]:
+        parts = [{"type": "image_url", "image_url": {"url": data_uri(color)}}, f"about {model}"]
+        return ok(echo_server, {"content_parts": json.dumps(parts), "cache_salt": model}, model)
+
+    first, same, other = ask(1), ask(1), ask(2)
+    assert echo_ids(first) == echo_ids(other)
+    assert (first["kv_cache_reused_blocks"], other["kv_cache_reused_blocks"]) == (0, 0)
+    assert same["kv_cache_reused_blocks"] > 0
+
+
+@both
+def test_a_slow_media_server_delays_nobody_else(echo_server: TritonServer, model: str) -> None:
+    release = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            release.wait(10)
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{web.server_port}/x.png"
+    answers: list[tuple[int, Any]] = []
+    body = {"text_input": "x", "max_tokens": 4, "image_url_input": [url]}
+    slow = threading.Thread(target=lambda: answers.append(generate(echo_server, body, model)))
+    slow.start()
+    try:
+        assert ok(echo_server, {"text_input": "quick"}, model)["finish_reason"] == "stop"
+        assert slow.is_alive()
+    finally:
+        release.set()
+        slow.join(15)
+        web.shutdown()
+    assert answers[0][0] == 400
+    assert "image_url" in answers[0][1]["error"]
+
+
+@both
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"text_input": "x", "max_token": 3}, "max_token"),
+        ({"text_input": "x", "random_sed": 3}, "random_sed"),
+        ({"text_input": "x", "max_tokens": 2**31 - 1}, "max_tokens"),
+        ({"text_input": "x", "max_tokens": 2**40}, "max_tokens"),
+        ({"text_input": "x", "temperature": -1}, "temperature"),
+        ({"text_input": "x", "beam_width": 4}, "beam_width"),
+        ({"text_input": ""}, "text_input"),
+        ({"input_ids": [261]}, "input_ids"),
+        ({"messages": "{"}, "messages"),
+        ({"text_input": "x", "echo_delay_ms": -1}, "echo_delay_ms"),
+        ({"text_input": "x" * 5000}, "text_input"),
+    ],
+)
+def test_refusals(echo_server: TritonServer, model: str, body: dict[str, Any], name: str) -> None:
+    assert refused(echo_server, body, model).startswith(f"{name}: ")
+
+
+def test_ids_straight_to_generation(echo_server: TritonServer) -> None:
+    def call(**more: Any) -> tuple[int, dict[str, Any]]:
+        body = {"input_ids": [97, 98, 0], "input_lengths": 2, "request_output_len": 5}
+        return generate(echo_server, body | more, "tensorrt_llm")
+
+    status, answer = call()
+    assert status == 200
+    # The lengths trim the padding, and the prompt comes first.
+    assert answer["output_ids"] == [97, 98, 97, 98]
+    status, answer = call(exclude_input_in_output=True, echo_output_ids=[1, 256, 2])
+    # Without an end id generation does not stop at the tokenizer's.
+    assert answer["output_ids"] == [1, 256, 2]
+    status, answer = call(exclude_input_in_output=True, echo_output_ids=[1, 256, 2], end_id=256)
+    assert answer["output_ids"] == [1, 256]
+    for bad in ({"input_lengths": 4}, {"input_lengths": 0}, {"request_output_len": 0},
+                {"input_ids": [300, 1, 1]}):  # fmt: skip
+        status, answer = call(**bad)
+        assert status == 400 and answer["error"].startswith(f"{next(iter(bad))}: ")
+
+
+def test_custom_metrics_exist_and_count(echo_server: TritonServer) -> None:
+    before = metric(echo_server, "generated_tokens")
+    ok(echo_server, {"text_input": "x", "echo_output_ids": [97, 98, 99]})
+    assert metric(echo_server, "generated_tokens") == before + 3
+    assert metric(echo_server, "requests_active") >= 0
+
+
+def test_models_cannot_be_unloaded_by_clients(echo_server: TritonServer) -> None:
+    url = f"{echo_server.http_url}/v2/repository/models/ensemble/unload"
+    assert requests.post(url, json={}, timeout=5).status_code in (400, 403)
+    assert ok(echo_server, {"text_input": "x"}, "ensemble")

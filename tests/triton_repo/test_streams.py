@@ -1,0 +1,195 @@
+"""Many clients, cancellation, and the end of the server, on a real tritonserver."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from plugins.support.errors import InputError, UsageError
+from tests.triton_repo.clients import (
+    generate,
+    generate_stream,
+    grpc_stream,
+    metric,
+    ok,
+    text_of,
+    wait_for,
+)
+from triton_repo.generate import RepositoryOptions, write_repository
+from triton_repo.server import SHARED_MEMORY, Ports, TritonServer, running
+
+MODELS = ("tensorrt_llm_bls", "ensemble")
+CLIENTS = 64
+# What the issue of a cancelled request may cost until generation has ended.
+CANCEL_WITHIN_S = 0.5
+LONG = {"text_input": "x", "stream": True, "max_tokens": 2000, "echo_delay_ms": 50,
+        "echo_output_ids": [97] * 2000}  # fmt: skip
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a client hangs"
+    return errors
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_64_streams_at_once(echo_server: TritonServer, model: str) -> None:
+    texts = [f"client {i}: ä€😀 " + "0123456789"[i % 10] * (i % 7) for i in range(CLIENTS)]
+    seen: dict[int, str] = {}
+
+    def client(index: int) -> None:
+        body = {
+            "text_input": f"prompt {index}", "stream": True, "echo_delay_ms": index % 4,
+            "echo_output_ids": list(texts[index].encode()),
+        }  # fmt: skip
+        # All with the same request id: it is only a label.
+        with grpc_stream(echo_server, body, model, request_id="same") as stream:
+            seen[index] = text_of(stream.collect())
+
+    assert in_threads(CLIENTS, client) == []
+    assert [seen[i] for i in range(CLIENTS)] == texts
+
+
+def test_64_http_streams_at_once(echo_server: TritonServer) -> None:
+    texts = [f"http {i} ✓" for i in range(CLIENTS)]
+    seen: dict[int, str] = {}
+
+    def client(index: int) -> None:
+        body = {"text_input": "x", "echo_output_ids": list(texts[index].encode())}
+        events = generate_stream(echo_server, body)
+        seen[index] = "".join(e["text_output"] for e in events)
+
+    assert in_threads(CLIENTS, client) == []
+    assert [seen[i] for i in range(CLIENTS)] == texts
+
+
+def test_a_cancelled_grpc_stream_ends_generation(echo_server: TritonServer) -> None:
+    before = metric(echo_server, "requests_cancelled")
+    with grpc_stream(echo_server, LONG, cancel=True) as stream:
+        stream.next()
+    assert wait_for(
+        lambda: metric(echo_server, "requests_cancelled") == before + 1, CANCEL_WITHIN_S
+    )
+
+
+def test_a_closed_http_stream_ends_generation(echo_server: TritonServer) -> None:
+    before = metric(echo_server, "requests_cancelled")
+    connection = http.client.HTTPConnection("127.0.0.1", echo_server.ports.http)
+    path = "/v2/models/tensorrt_llm_bls/generate_stream"
+    connection.request("POST", path, json.dumps(LONG))
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: ")
+    assert connection.sock is None or connection.sock.close() is None
+    answer.close()
+    connection.close()
+    assert wait_for(
+        lambda: metric(echo_server, "requests_cancelled") == before + 1, CANCEL_WITHIN_S
+    )
+
+
+def test_a_stop_request_ends_the_request_with_that_id(echo_server: TritonServer) -> None:
+    with grpc_stream(echo_server, LONG, request_id="to-stop") as stream:
+        stream.next()
+        status, _ = generate(echo_server, {"id": "to-stop", "stop": True, "text_input": ""})
+        assert status == 200
+        results = stream.collect()
+    assert results[-1].as_numpy("finish_reason").reshape(-1)[0] == b"cancelled"
+
+
+def test_the_server_serves_on_after_cancelled_requests(echo_server: TritonServer) -> None:
+    def client(_: int) -> None:
+        with grpc_stream(echo_server, LONG, cancel=True) as stream:
+            stream.next()
+
+    assert in_threads(16, client) == []
+    assert ok(echo_server, {"text_input": "still here"})["finish_reason"] == "stop"
+    assert wait_for(lambda: metric(echo_server, "requests_active") == 0, 2.0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_shutdown_with_requests_in_flight(echo_repository: Path, model: str) -> None:
+    server = TritonServer(echo_repository, ports=Ports(0, 0, 0), grace_s=0.2)
+    server.start(60)
+    assert server._work is not None
+    name = server._work.name
+    ends: list[Any] = []
+
+    def client() -> None:
+        with grpc_stream(server, LONG, model) as stream:
+            ends.append(stream.collect()[-1].as_numpy("finish_reason"))
+
+    threads = [threading.Thread(target=client) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert wait_for(lambda: metric(server, "requests_active") == 8, 10)
+    started = time.monotonic()
+    assert server.stop()
+    assert time.monotonic() - started < 10
+    for thread in threads:
+        thread.join(10)
+    # Every client got an end, not a broken stream.
+    assert [bytes(e.reshape(-1)[0]) for e in ends] == [b"cancelled"] * 8
+    assert not list(SHARED_MEMORY.glob(f"{name}*"))
+
+
+def test_without_decoupled_models(tmp_path: Path) -> None:
+    repository = write_repository(
+        None, tmp_path / "repository", tokenizer="bytes", generation="echo",
+        options=RepositoryOptions(decoupled=False, max_batch_size=4),
+    )  # fmt: skip
+    with running(repository) as server:
+        for model in MODELS:
+            inputs = [
+                {"name": "text_input", "datatype": "BYTES", "shape": [2, 1], "data": ["a", "bc"]},
+                {"name": "max_tokens", "datatype": "INT32", "shape": [2, 1], "data": [4, 4]},
+            ]
+            url = f"{server.http_url}/v2/models/{model}/infer"
+            answer = requests.post(url, json={"inputs": inputs}, timeout=20).json()
+            outputs = {o["name"]: o for o in answer["outputs"]}
+            assert outputs["text_output"]["data"] == ["aa", "bcbc"]
+            assert outputs["text_output"]["shape"] == [2, 1]
+            status, answer = generate(server, {"text_input": "a", "max_tokens": 3, "stream": True},
+                                      model)  # fmt: skip
+            assert status == 400
+            assert "Streaming is only supported in decoupled mode" in answer["error"]
+
+
+def test_a_model_that_cannot_start_is_named(tmp_path: Path) -> None:
+    repository = write_repository(None, tmp_path / "r", tokenizer="bytes", generation="echo")
+    config = repository / "preprocessing" / "config.pbtxt"
+    config.write_text(config.read_text().replace('"32768"', '"many"'))
+    with pytest.raises(InputError) as caught, running(repository):
+        pass
+    assert "preprocessing" in (caught.value.found or "")
+    assert "max_context" in (caught.value.found or "")
+
+
+def test_ports_in_use_are_named(echo_server: TritonServer, echo_repository: Path) -> None:
+    server = TritonServer(echo_repository, ports=Ports(echo_server.ports.http, 0, 0))
+    with pytest.raises(UsageError, match="http port"):
+        server.start(5)
+
+
+def test_a_missing_repository(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        TritonServer(tmp_path / "none").start(5)
