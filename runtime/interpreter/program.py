@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from plugins.support.errors import InputError
 
@@ -140,8 +140,9 @@ class Program(_Model):
         graph = {"format_version": FORMAT_VERSION, **self.model_dump(mode="json")}
         tensors = {name: value.contiguous() for name, value in self.literals.items()}
         try:
-            save_file(
-                tensors, str(path), metadata={"program": json.dumps(graph, separators=(",", ":"))}
+            # Not save_file: that makes files which only their owner can read.
+            path.write_bytes(
+                save(tensors, metadata={"program": json.dumps(graph, separators=(",", ":"))})
             )
         except (OSError, SafetensorError) as error:
             raise InputError(
