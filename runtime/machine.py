@@ -29,10 +29,13 @@ class Machine:
     Attributes:
         libraries: version per importable TensorRT flavour.
         gpus: CUDA devices that torch sees, by index.
+        operations: digest per custom operation that the interpreter can execute here. Serialized
+            engines carry their kernels and need none.
     """
 
     libraries: Mapping[Flavor, str] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()
+    operations: Mapping[str, str] = field(default_factory=dict)
 
 
 def probe(flavor: Flavor) -> Machine:
@@ -75,6 +78,23 @@ def obstacle(config: EngineConfig, machine: Machine, index: int = 0) -> Toolchai
             fix=f"pip install {config.flavor}=={config.tensorrt_version}, or rebuild: "
             f"build-engine build CKPT_DIR ENGINE_DIR --flavor {config.flavor}",
         )
+    return None
+
+
+def interpreter_obstacle(config: EngineConfig, machine: Machine) -> ToolchainError | None:
+    """Why the interpreter cannot run these networks on `machine`; None when it can."""
+    for plugin in config.plugins:
+        found = machine.operations.get(plugin.name)
+        if found != plugin.digest:
+            return CapabilityError(
+                "the networks have a custom operation that this installation does not have"
+                if found is None
+                else "the networks were built with another version of a custom operation",
+                where=plugin.name,
+                expected=plugin.digest[:12],
+                found=found[:12] if found else "no such operation",
+                fix="use the version of the tool that built the engine directory, or rebuild it",
+            )
     return None
 
 

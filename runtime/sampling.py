@@ -189,9 +189,12 @@ class TokenChooser:
     def adjust(self, logits: torch.Tensor) -> torch.Tensor:
         """Bias and penalties on one row of logits, [vocab_size]."""
         if self.bias is not None:
-            logits = logits + self.bias.to(logits.device)
+            self.bias = self.bias.to(logits.device)
+            logits = logits + self.bias
         if self._seen is not None and self._counts is not None:
-            seen, counts = self._seen.to(logits.device), self._counts.to(logits.device)
+            # They follow the logits to their device once.
+            seen = self._seen = self._seen.to(logits.device)
+            counts = self._counts = self._counts.to(logits.device)
             factor = self.params.repetition_penalty
             scaled = torch.where(logits > 0, logits / factor, logits * factor)
             logits = torch.where(seen, scaled, logits)

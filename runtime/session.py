@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -119,7 +119,7 @@ class SessionStats:
     Attributes:
         slots: of the engine.
         active, waiting: requests with and without a slot.
-        totals: since the session began.
+        totals: since the session began, a copy.
     """
 
     slots: int
@@ -216,7 +216,7 @@ class Session:
                 slots=self.engine.slots,
                 active=scheduler.active,
                 waiting=scheduler.waiting + len(self._arrived),
-                totals=scheduler.totals,
+                totals=replace(scheduler.totals, finished=dict(scheduler.totals.finished)),
             )
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:

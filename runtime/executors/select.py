@@ -11,7 +11,7 @@ import torch
 from plugins.support.errors import CapabilityError, UsageError
 from runtime.contract import EngineConfig
 from runtime.executors import Executor
-from runtime.machine import Machine, obstacle, probe
+from runtime.machine import Machine, interpreter_obstacle, obstacle, probe
 
 NAMES = ("auto", "tensorrt", "interpreter")
 
@@ -37,13 +37,14 @@ def choose(config: EngineConfig, machine: Machine, executor: str, device: str) -
         )
     wanted = _device(device, machine)
     if executor == "interpreter":
-        return Choice("interpreter", wanted, f"the interpreter on {wanted} as asked")
+        return _interpreter(config, machine, wanted, f"the interpreter on {wanted} as asked")
     if wanted.type == "cpu" and device != "auto":
         if executor == "tensorrt":
             raise UsageError(
                 "TensorRT does not run on the CPU", where="device", expected="cuda", found=device
             )
-        return Choice("interpreter", wanted, "the interpreter, because the CPU was asked for")
+        reason = "the interpreter, because the CPU was asked for"
+        return _interpreter(config, machine, wanted, reason)
     problem = obstacle(config, machine, wanted.index or 0)
     if problem is None:
         name = machine.gpus[wanted.index or 0].name
@@ -51,7 +52,17 @@ def choose(config: EngineConfig, machine: Machine, executor: str, device: str) -
     if executor == "tensorrt":
         raise problem
     facts = f" ({problem.found}; needs {problem.expected})"
-    return Choice("interpreter", wanted, f"the interpreter on {wanted}: {problem.what}{facts}")
+    reason = f"the interpreter on {wanted}: {problem.what}{facts}"
+    return _interpreter(config, machine, wanted, reason)
+
+
+def _interpreter(
+    config: EngineConfig, machine: Machine, device: torch.device, reason: str
+) -> Choice:
+    problem = interpreter_obstacle(config, machine)
+    if problem is not None:
+        raise problem
+    return Choice("interpreter", device, reason)
 
 
 def _device(device: str, machine: Machine) -> torch.device:

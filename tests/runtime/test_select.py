@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plugins.support.errors import CapabilityError, InputError, UsageError
-from runtime.contract import CONFIG_FILE, EngineConfig, Flavor
+from runtime.contract import CONFIG_FILE, EngineConfig, Flavor, PluginEntry
 from runtime.engine import Engine
 from runtime.executors.select import choose
 from runtime.machine import Gpu, Machine, probe
@@ -81,6 +81,21 @@ def test_impossible_wishes_are_refused(
 ) -> None:
     with pytest.raises(error):
         choose(config, _machine(ADA), executor, device)
+
+
+def test_custom_operations_must_be_those_of_the_build(config: EngineConfig) -> None:
+    plugin = PluginEntry(name="qsa::attend", digest="a" * 64)
+    built = config.model_copy(update={"plugins": (plugin,)})
+    with pytest.raises(CapabilityError, match="does not have") as caught:
+        choose(built, _machine(), "auto", "auto")
+    assert caught.value.where == "qsa::attend"
+    other = Machine(RTX, (), {"qsa::attend": "b" * 64})
+    with pytest.raises(CapabilityError, match="another version"):
+        choose(built, other, "interpreter", "cpu")
+    same = Machine(RTX, (), {"qsa::attend": "a" * 64})
+    assert choose(built, same, "auto", "auto").name == "interpreter"
+    # A serialized engine carries its kernels.
+    assert choose(built, _machine(ADA), "auto", "auto").name == "tensorrt"
 
 
 def test_probe_names_the_flavour_if_it_can_be_imported() -> None:
