@@ -17,7 +17,13 @@ from tritonclient.grpc import model_config_pb2
 from plugins.support.atomic import atomic_directory
 from plugins.support.errors import InputError, UsageError
 from runtime.contract import TOKENIZER_DIR, EngineConfig, read_config
-from triton_repo.frontend.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
+from triton_repo.frontend.tokenizer import (
+    BYTES,
+    ByteTokenizer,
+    FastTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from triton_repo.parameters import REPOSITORY_FORMAT
 from triton_repo.tensors import (
     GENERATED,
@@ -155,7 +161,7 @@ def write_repository(
                 # Triton wants a version directory even where nothing is in it.
                 (version / ".keep").touch()
         if source != BYTES:
-            _copy_tokenizer(Path(source), work / "preprocessing" / "1" / TOKENIZER_DIR)
+            _write_tokenizer(facts, work / "preprocessing" / "1" / TOKENIZER_DIR)
         manifest = {
             "repository_format": REPOSITORY_FORMAT,
             "repository_id": repository_id,
@@ -324,9 +330,13 @@ def _tokenizer_dir(facts: _Facts, base: str) -> str:
     return BYTES if facts.tokenizer_source == BYTES else f"{base}{TOKENIZER_DIR}"
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def _write_tokenizer(facts: _Facts, target: Path) -> None:
+    """The tokenizer in the form that needs no transformers; other kinds as the files they are."""
     target.mkdir()
-    for path in sorted(source.iterdir()):
+    if isinstance(facts.tokenizer, FastTokenizer):
+        facts.tokenizer.save(target)
+        return
+    for path in sorted(Path(facts.tokenizer_source).iterdir()):
         is_index = path.name.endswith(".safetensors.index.json")
         if path.is_file() and path.suffix in TOKENIZER_SUFFIXES and not is_index:
             shutil.copyfile(path, target / path.name)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.triton_repo.tables import rows
 from triton_repo.frontend.detokenize import LONG_WINDOW, Detokenizer, decode_all
-from triton_repo.frontend.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from triton_repo.frontend.tokenizer import ByteTokenizer, Tokenizer, open_with_transformers
 
 BYTES = ByteTokenizer()
 
@@ -70,7 +70,7 @@ def test_long_undecodable_output_stays_cheap_and_exact() -> None:
 
 
 @pytest.fixture(scope="module")
-def sentencepiece_like(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+def sentencepiece_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer whose decoder drops the leading space of a text, and that falls back to bytes."""
     words = ["▁Hello", "▁world", "▁how", "s", "▁", ".", "▁are"]
     pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words]
@@ -85,12 +85,12 @@ def sentencepiece_like(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceT
     PreTrainedTokenizerFast(
         tokenizer_object=raw, unk_token="<unk>", eos_token="</s>"
     ).save_pretrained(str(directory))
-    return HuggingFaceTokenizer(directory)
+    return open_with_transformers(directory)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_spaces_survive(sentencepiece_like: HuggingFaceTokenizer, data: st.DataObject) -> None:
+def test_spaces_survive(sentencepiece_like: Tokenizer, data: st.DataObject) -> None:
     # Whole characters only: byte fallback turns a run with one bad byte into U+FFFD altogether,
     # also what came before it and was shown long ago.
     size = sentencepiece_like.vocab_size
@@ -101,7 +101,7 @@ def test_spaces_survive(sentencepiece_like: HuggingFaceTokenizer, data: st.DataO
     assert decode_all(sentencepiece_like, ids) == sentencepiece_like.decode(ids, True)
 
 
-def test_decoding_pieces_alone_loses_spaces(sentencepiece_like: HuggingFaceTokenizer) -> None:
+def test_decoding_pieces_alone_loses_spaces(sentencepiece_like: Tokenizer) -> None:
     ids = [sentencepiece_like.token_id(p) or 0 for p in ("▁Hello", "▁world", "s", "▁are", ".")]
     assert decode_all(sentencepiece_like, ids) == "Hello worlds are."
     alone = "".join(sentencepiece_like.decode([i], True) for i in ids)

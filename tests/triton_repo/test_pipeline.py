@@ -15,7 +15,7 @@ from tests.triton_repo.conftest import CHARACTER_IDS
 from tests.triton_repo.tables import rows
 from triton_repo.frontend.chat import ChatTemplate
 from triton_repo.frontend.pipeline import FrontEnd, Prepared, prepare
-from triton_repo.frontend.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from triton_repo.frontend.tokenizer import ByteTokenizer, Tokenizer, open_with_transformers
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 ID_TO_CHARACTER = {i: c for c, i in CHARACTER_IDS.items()} | {1: "[", 2: "]"}
@@ -58,7 +58,7 @@ def png(width: int, height: int, color: int = 0) -> str:
 
 @pytest.mark.parametrize("row", rows("truncations"))
 def test_offsets_follow_the_ids(row: dict[str, Any], character_tokenizer: Path) -> None:
-    server = front_end(row["context"], HuggingFaceTokenizer(character_tokenizer))
+    server = front_end(row["context"], open_with_transformers(character_tokenizer))
     request = {
         "text_input": row["text"],
         "truncate_prompt_tokens": row["truncate"],
@@ -160,7 +160,7 @@ def test_a_limit_does_not_cut_media() -> None:
 
 
 def test_begin_token_once(character_tokenizer: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(character_tokenizer)
+    tokenizer = open_with_transformers(character_tokenizer)
     tokenizer.chat_template = "{{ cls_token }}{{ messages[0]['content'] }}"
     server = front_end(100, tokenizer)
     assert run({"text_input": "ab"}, server).prompt.ids == [1, 10, 11, 2]

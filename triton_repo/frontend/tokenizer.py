@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from pydantic import BaseModel, ConfigDict
+
 from plugins.support.errors import InputError
 from triton_repo.frontend.limits import Offset
 
 BYTES = "bytes"
+# Files of a compiled tokenizer.
+FACTS_FILE = "front_end.json"
+VOCABULARY_FILE = "tokenizer.json"
 # Content of every chat template that names no other; used by the byte tokenizer.
 BYTE_CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -103,77 +108,158 @@ class ByteTokenizer:
         return self.NAMED.get(token)
 
 
-class HuggingFaceTokenizer:
-    """A tokenizer directory as transformers loads it."""
+class Facts(BaseModel):
+    """What a tokenizer knows besides its vocabulary; `FACTS_FILE` of a compiled tokenizer."""
 
-    def __init__(self, directory: Path) -> None:
-        # Imported here: the byte tokenizer needs none of it and starts in a fraction of the time.
-        from transformers import AutoTokenizer
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-        if not directory.is_dir():
-            raise InputError("the tokenizer directory does not exist", where=str(directory))
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    pad_id: int | None
+    truncation_side: str
+    max_chars_per_token: int
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+class FastTokenizer:
+    """A tokenizer of the `tokenizers` library, exactly as transformers sets it up.
+
+    `save` writes it so that `load` needs neither transformers nor torch: a server process then
+    starts in milliseconds and stays small.
+    """
+
+    has_offsets = True
+
+    def __init__(self, backend: Any, facts: Facts) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._facts = facts
+        self.vocab_size = facts.vocab_size
+        self.bos_id = facts.bos_id
+        self.eos_ids = facts.eos_ids
+        self.pad_id = facts.pad_id
+        self.truncation_side = facts.truncation_side
+        self.max_chars_per_token = facts.max_chars_per_token
+        self.chat_template = facts.chat_template
+        self.special_tokens = facts.special_tokens
+
+    @staticmethod
+    def load(directory: Path) -> FastTokenizer:
+        """The tokenizer that `save` wrote. Raises InputError when a file is missing or damaged."""
+        from tokenizers import Tokenizer as Backend
+
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, clean_up_tokenization_spaces=False
-            )
+            facts = Facts.model_validate_json((directory / FACTS_FILE).read_text())
+            backend = Backend.from_file(str(directory / VOCABULARY_FILE))
         except Exception as error:
-            present = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
             raise InputError(
-                "the tokenizer cannot be loaded",
+                "the tokenizer of the model repository cannot be read",
                 where=str(directory),
-                expected="tokenizer.json, or the files of a tokenizer class of transformers",
-                found=f"{present} ({' '.join(str(error).split())[:300]})",
+                found=" ".join(str(error).split())[:300],
+                fix="write the repository again with `build-engine repo`",
             ) from error
-        self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        vocabulary: dict[str, int] = tokenizer.get_vocab()
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._vocabulary = vocabulary
-        self.bos_id: int | None = tokenizer.bos_token_id
-        self.eos_ids = _end_ids(directory, tokenizer.eos_token_id)
-        self.pad_id: int | None = tokenizer.pad_token_id
-        self.truncation_side: str = tokenizer.truncation_side
-        self.max_chars_per_token = max(map(len, vocabulary), default=1)
-        self.has_offsets = self._backend is not None
-        self.chat_template: str | None = (
-            tokenizer.get_chat_template() if tokenizer.chat_template else None
-        )
-        self.special_tokens = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        return FastTokenizer(backend, facts)
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer into an existing directory."""
+        self._backend.save(str(directory / VOCABULARY_FILE))
+        (directory / FACTS_FILE).write_text(self._facts.model_dump_json(indent=2) + "\n")
 
     def encode(self, text: str, add_special_tokens: bool, want_offsets: bool) -> Encoding:
-        """Ids of `text`, with offsets in code points when asked for and available."""
-        if self._backend is None:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return Encoding(ids, None, self._count_specials(ids) if add_special_tokens else (0, 0))
+        """Ids of `text`, with offsets in code points when asked for."""
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        ids = encoding.ids
         specials = (0, 0)
         if add_special_tokens:
             mask = encoding.special_tokens_mask
             head = next((i for i, m in enumerate(mask) if not m), len(mask))
-            tail = next((i for i, m in enumerate(reversed(mask)) if not m), 0)
+            tail = next((i for i, m in enumerate(reversed(mask[head:])) if not m), 0)
             specials = (head, tail)
-        return Encoding(ids, encoding.offsets if want_offsets else None, specials)
-
-    def _count_specials(self, ids: list[int]) -> tuple[int, int]:
-        head = next((i for i, t in enumerate(ids) if t not in self._special_ids), len(ids))
-        rest = reversed(ids[head:])
-        return head, next((i for i, t in enumerate(rest) if t not in self._special_ids), 0)
+        return Encoding(encoding.ids, encoding.offsets if want_offsets else None, specials)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of `ids`."""
-        if self._backend is not None:
-            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-            return text
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its string."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+
+class SlowTokenizer:
+    """A tokenizer class of transformers without a `tokenizers` backend; it has no offsets."""
+
+    has_offsets = False
+
+    def __init__(self, tokenizer: Any, facts: Facts) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self.vocab_size = facts.vocab_size
+        self.bos_id = facts.bos_id
+        self.eos_ids = facts.eos_ids
+        self.pad_id = facts.pad_id
+        self.truncation_side = facts.truncation_side
+        self.max_chars_per_token = facts.max_chars_per_token
+        self.chat_template = facts.chat_template
+        self.special_tokens = facts.special_tokens
+
+    def encode(self, text: str, add_special_tokens: bool, want_offsets: bool) -> Encoding:
+        """Ids of `text`; never with offsets."""
+        ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if not add_special_tokens:
+            return Encoding(ids, None, (0, 0))
+        plain = [t not in self._special_ids for t in ids]
+        head = plain.index(True) if True in plain else len(ids)
+        tail = plain[::-1].index(True) if True in plain else 0
+        return Encoding(ids, None, (head, tail))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of `ids`."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its string."""
-        return self._vocabulary.get(token)
+        found: int | None = self._tokenizer.get_vocab().get(token)
+        return found
+
+
+def open_with_transformers(directory: Path) -> FastTokenizer | SlowTokenizer:
+    """The tokenizer of a Hugging Face directory, set up by its transformers class."""
+    from transformers import AutoTokenizer
+
+    if not directory.is_dir():
+        raise InputError("the tokenizer directory does not exist", where=str(directory))
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, clean_up_tokenization_spaces=False
+        )
+    except Exception as error:
+        present = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
+        raise InputError(
+            "the tokenizer cannot be loaded",
+            where=str(directory),
+            expected="tokenizer.json, or the files of a tokenizer class of transformers",
+            found=f"{present} ({' '.join(str(error).split())[:300]})",
+        ) from error
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    facts = Facts(
+        vocab_size=max(vocabulary.values(), default=-1) + 1,
+        bos_id=tokenizer.bos_token_id,
+        eos_ids=_end_ids(directory, tokenizer.eos_token_id),
+        pad_id=tokenizer.pad_token_id,
+        truncation_side=tokenizer.truncation_side,
+        max_chars_per_token=max(map(len, vocabulary), default=1),
+        chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
+        special_tokens={k: str(v) for k, v in tokenizer.special_tokens_map.items()},
+    )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return SlowTokenizer(tokenizer, facts)
+    return FastTokenizer(backend, facts)
 
 
 def _end_ids(directory: Path, tokenizer_end: int | None) -> tuple[int, ...]:
@@ -198,4 +284,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     """
     if str(source) == BYTES:
         return ByteTokenizer()
-    return HuggingFaceTokenizer(Path(source))
+    directory = Path(source)
+    if (directory / FACTS_FILE).is_file():
+        return FastTokenizer.load(directory)
+    return open_with_transformers(directory)
