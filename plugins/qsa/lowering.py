@@ -128,7 +128,10 @@ def attend_generation(
     in_tail = net.unsqueeze(net.logical_not(beyond), [2])
     rows_of_batch = net.dim_mul(batch, queries)
     mask = net.reshape(net.concat([used, in_tail], 2), [rows_of_batch, 1, 1, blocks * ratio])
-    read = net.reshape(net.concat([net.maximum(block_ids, 0), tail], 2), [batch, queries * blocks])
+    # Behind the last row there is no tail, and nothing of the block read instead is attended to.
+    inside = net.minimum(tail, rows // ratio - 1)
+    read = net.concat([net.maximum(block_ids, 0), inside], 2)
+    read = net.reshape(read, [batch, queries * blocks])
 
     def gathered(cache: Tensor) -> Tensor:
         by_block = net.reshape(cache, [batch, kv_heads, rows // ratio, ratio * width])
