@@ -80,7 +80,9 @@ for name, module in zip(NAMES, VERBS, strict=True):
     app.command(name=name, no_args_is_help=module is not doctor)(module.command)
 
 
-class _UnexpectedError(ToolchainError):
+class UnexpectedError(ToolchainError):
+    """A fault of this tool, not of its input."""
+
     exit_code = EXIT_UNEXPECTED
 
 
@@ -140,7 +142,7 @@ def _trace() -> None:
 def _unexpected(error: Exception, as_json: bool) -> int:
     _trace()
     text = " ".join(str(error).split())
-    problem = _UnexpectedError(
+    problem = UnexpectedError(
         f"unexpected {type(error).__name__}: {text}",
         fix=f"set {TRACEBACK_VARIABLE}=1 and run again to see the trace; please report it",
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 # The machine may be shared; one thread per process keeps parallel test runs from fighting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,3 +29,43 @@ def trained_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fixtures.qwen38_checkpoint import materialise
 
     return materialise(tmp_path_factory.mktemp("hf") / "qwen38-trained")
+
+
+def _made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A directory that the first test process to ask for it makes for all of them."""
+    shared = factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = shared.parent
+    path = shared / name
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            make(path)
+    return path
+
+
+def _build(hf_dir: Path, path: Path) -> None:
+    """Convert and build, for one target and with small limits: both cost the same for large ones,
+    and this is done in seconds.
+    """
+    from build_scripts.engines import Request, build
+    from converters.checkpoint.convert import convert
+
+    convert(hf_dir, path.with_name(f"{path.name}-checkpoint"))
+    limits = Request(8, 256, None, 0, 64, "tensorrt_rtx", ("8.9",), "auto")
+    build(path.with_name(f"{path.name}-checkpoint"), path, limits)
+
+
+@pytest.fixture(scope="session")
+def deterministic_engine(
+    deterministic_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Engine directory of the deterministic checkpoint: 8 slots, 256 tokens, chunks of 64."""
+    return _made_once(
+        tmp_path_factory, "deterministic-engine", lambda p: _build(deterministic_checkpoint, p)
+    )
+
+
+@pytest.fixture(scope="session")
+def trained_engine(trained_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engine directory of the trained checkpoint: 8 slots, 256 tokens, chunks of 64."""
+    return _made_once(tmp_path_factory, "trained-engine", lambda p: _build(trained_checkpoint, p))

@@ -1,0 +1,180 @@
+"""The verbs on a real checkpoint: golden numbers, known text, and every artefact inspected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from runtime import contract
+from tests.build_scripts.conftest import Command
+from tests.fixtures.qwen38_checkpoint import known_continuations
+from tests.fixtures.qwen38_deterministic import (
+    GOLDEN_ARGMAX,
+    GOLDEN_GREEDY,
+    GOLDEN_LAST_LOGITS,
+    GOLDEN_MAX_LOGIT,
+    GOLDEN_PROMPT,
+)
+
+TOLERANCE = 2e-4
+
+
+@pytest.fixture
+def golden_prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text("\n".join(map(str, GOLDEN_PROMPT)))
+    return path
+
+
+def test_golden_numbers_come_out_of_run(
+    command: Command, deterministic_engine: Path, golden_prompt: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "logits.npy"
+    done = command(
+        "run", deterministic_engine, "--ids-file", golden_prompt, "--logits", out,
+        "--max-new-tokens", 16, "--ignore-eos", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    result = done.json
+    assert result["prompt_ids"] == GOLDEN_PROMPT
+    assert result["output_ids"] == GOLDEN_GREEDY
+    assert result["finish_reason"] == "length"
+    assert result["executor"] == "interpreter"
+    assert set(result["timings"]) == {"load_s", "logits_s", "first_token_s", "generate_s"}
+    logits = np.load(out)
+    assert logits.dtype == np.float32
+    assert logits.shape == (len(GOLDEN_PROMPT), 512)
+    np.testing.assert_allclose(logits[-1, :6], GOLDEN_LAST_LOGITS, rtol=0, atol=TOLERANCE)
+    assert logits[-1].argmax() == GOLDEN_ARGMAX
+    assert abs(logits[-1].max() - GOLDEN_MAX_LOGIT) < TOLERANCE
+
+
+def test_run_stops_at_an_end_id_and_says_so(command: Command, trained_engine: Path) -> None:
+    known = next(k for k in known_continuations() if k.kind == "text")
+    arguments = ("run", trained_engine, "--prompt", known.prompt, "--max-new-tokens", 150)
+    done = command(*arguments, "--json")
+    assert done.json["text"] == known.continuation
+    assert done.json["finish_reason"] == "stop"
+    streamed = command(*arguments)
+    assert streamed.out == known.continuation + "\n"
+    assert "max_seq_len 256" in streamed.err
+
+    cut = command(*arguments[:-1], 5, "--json").json
+    assert cut["finish_reason"] == "length"
+    assert cut["output_ids"] == done.json["output_ids"][:5]
+
+
+def test_sampling_follows_the_seed(command: Command, deterministic_engine: Path) -> None:
+    def sample(seed: int) -> list[int]:
+        done = command(
+            "run", deterministic_engine, "--ids", "5,6,7", "--max-new-tokens", 12,
+            "--temperature", 2.0, "--top-k", 50, "--seed", seed, "--ignore-eos", "--json",
+        )  # fmt: skip
+        ids = done.json["output_ids"]
+        assert isinstance(ids, list)
+        return ids
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_verify_passes_and_shows_the_mistakes(
+    command: Command, deterministic_engine: Path, deterministic_checkpoint: Path
+) -> None:
+    done = command("verify", deterministic_engine, "--against", deterministic_checkpoint, "--json")
+    assert done.code == 0, done.out
+    found = done.json
+    assert found["passed"]
+    for phase in contract.PHASES:
+        assert found["definition"][phase]["logits"]["argmax"] == 1.0
+        assert found["definition"][phase]["logits"]["kl"] < 1e-9
+    assert len(found["negative_controls"]) >= 15
+    assert all(control["noticed"] for control in found["negative_controls"])
+
+
+def test_verify_fails_when_the_reference_has_one_other_tensor(
+    command: Command, deterministic_engine: Path, deterministic_checkpoint: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    name = "lm_head.weight"
+    for path in deterministic_checkpoint.iterdir():
+        if path.suffix != ".safetensors":
+            (other / path.name).write_bytes(path.read_bytes())
+            continue
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name] = tensors[name] * 1.01
+        save_file(tensors, other / path.name, {"format": "pt"})
+    done = command("verify", deterministic_engine, "--against", other)
+    assert done.code == 5
+    assert "OUT OF BOUNDS" in done.out
+    assert "verification FAILED" in done.err
+
+
+def test_the_layer_report_is_written_beside_the_engines(trained_engine: Path) -> None:
+    report = json.loads((trained_engine / contract.LAYER_REPORT_FILE).read_text())
+    for phase in contract.PHASES:
+        summary = report[phase]["summary"]
+        assert summary["attention"] == 2
+        assert summary["top-k"] >= 8 + 2
+        assert summary["in-place updates"] == 6
+        assert summary["weight dequantisations"] == 0
+
+
+def test_inspect_tells_every_artefact(
+    command: Command, trained_checkpoint: Path, trained_engine: Path, tmp_path: Path
+) -> None:
+    repository = tmp_path / "model_repository"
+    assert command("repo", trained_engine, repository).code == 0
+    checkpoint = trained_engine.with_name(f"{trained_engine.name}-checkpoint")
+    kinds = {
+        trained_checkpoint: "Hugging Face checkpoint",
+        checkpoint: "TensorRT-LLM checkpoint",
+        trained_engine: "engine directory",
+        repository: "Triton model repository",
+    }
+    for path, kind in kinds.items():
+        done = command("inspect", path, "--json")
+        assert done.code == 0, done.err
+        assert done.json["kind"] == kind
+        assert command("inspect", path).code == 0
+    engine = command("inspect", trained_engine, "--json").json
+    assert engine["limits"]["max_batch_size"] == 8
+    assert engine["chunk_size"] == 64
+    assert engine["targets"] == ["8.9"]
+    assert command("inspect", repository, "--json").json["models"] == [
+        "ensemble",
+        "postprocessing",
+        "preprocessing",
+        "tensorrt_llm",
+        "tensorrt_llm_bls",
+    ]
+
+
+def test_all_leaves_the_three_artefacts(
+    command: Command, trained_checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "served"
+    done = command(
+        "all", trained_checkpoint, out, "--max-batch-size", 2, "--max-seq-len", 128,
+        "--target", "8.9", "--weights", "embedded", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    result = done.json
+    assert sorted(p.name for p in out.iterdir()) == ["checkpoint", "engine", "model_repository"]
+    assert result["verify"]["passed"]
+    assert result["build"]["limits"]["max_seq_len"] == 128
+    config = contract.read_config(out / "engine")
+    assert config.weights.mode == "embedded"
+    assert not config.engines["context"].of_kind("weight")
+    prompt = known_continuations()[0]
+    answer = command("run", out / "engine", "--prompt", prompt.prompt, "--max-new-tokens", 8)
+    assert prompt.continuation.startswith(answer.out.rstrip("\n"))
+    again = command("all", trained_checkpoint, out)
+    assert again.code == 2
+    assert "already exists" in again.err
