@@ -194,6 +194,19 @@ def test_neighbouring_prompts_share_a_call(engine: Engine) -> None:
     assert _executor(engine).calls == [("context", (3, 64))]
 
 
+def test_a_call_has_at_most_max_num_tokens(engine_dir: Path, config: EngineConfig) -> None:
+    limits = config.build_config.model_copy(update={"max_num_tokens": 2 * 64})
+    small = config.model_copy(update={"build_config": limits})
+    executor = LanguageExecutor(small)
+    engine = Engine(small, executor, open_host_inputs(small, engine_dir))
+    with Session(engine, threaded=False) as session:
+        for length in (10, 20, 64, 30):
+            session.submit(GenerationRequest(_prompt(length), 1))
+        while session.step():
+            pass
+    assert executor.calls == [("context", (2, 64))] * 2
+
+
 def test_end_id_stop_sequence_and_length(engine: Engine, answer: Answer) -> None:
     prompt = _prompt(9)
     right = answer(prompt, 10)
