@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from plugins.aot.spec import KernelSpec
 from plugins.dsa import plan
 from plugins.dsa.plan import AttendTiles, DenseTiles, Geometry, IndexTiles, WindowTiles
 
@@ -25,19 +26,34 @@ PROCESSORS = 132
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """How sparse attention is cut: tiles and splits of a row's token list."""
+    """How sparse attention is cut.
+
+    Attributes:
+        tiles: of the portable kernel.
+        splits: runs of a row's token list.
+        hopper: use the kernel for compute capability 9.0 instead.
+    """
 
     tiles: AttendTiles = field(default_factory=AttendTiles)
     splits: int = 1
+    hopper: bool = False
 
 
-def attend_plan(g: Geometry, rows: int, processors: int = PROCESSORS) -> AttendPlan:
-    """Tiles and splits for `rows` query rows."""
+def splits_for(programs: int, most: int, processors: int = PROCESSORS) -> int:
+    """Runs that keep the multiprocessors busy when a launch has `programs` without splitting."""
+    return max(1, min(most, processors // max(1, programs)))
+
+
+def attend_plan(g: Geometry, rows: int, device: torch.device) -> AttendPlan:
+    """Kernel, tiles and splits for `rows` query rows."""
     tiles = AttendTiles()
-    programs = max(1, rows * triton.cdiv(g.heads, tiles.heads))
-    most = triton.cdiv(g.kept, tiles.tokens)
-    splits = max(1, min(most, processors // programs))
-    return AttendPlan(tiles, splits)
+    programs = rows * triton.cdiv(g.heads, tiles.heads)
+    splits = splits_for(programs, triton.cdiv(g.kept, tiles.tokens))
+    return AttendPlan(tiles, splits, _hopper(g, device))
+
+
+def _hopper(g: Geometry, device: torch.device) -> bool:
+    return device.type == "cuda" and plan.fits_hopper(g, torch.cuda.get_device_capability(device))
 
 
 def score(
@@ -164,7 +180,7 @@ def attend(
     """
     batch, steps = q_latent.shape[:2]
     rows = batch * steps
-    how = how or attend_plan(g, rows)
+    how = how or attend_plan(g, rows, q_latent.device)
     inputs = {
         "q_latent": q_latent,
         "q_rope": q_rope,
@@ -176,18 +192,32 @@ def attend(
     values = {"S": steps, "C": cache.shape[-2], "K": tokens.shape[-1], "rows": rows}
     out = torch.empty_like(q_latent)
     if how.splits == 1:
-        spec = plan.attend_whole(g, how.tiles)
+        spec = plan.attend_whole_hopper(g) if how.hopper else plan.attend_whole(g, how.tiles)
         spec.launch({**inputs, "gate": gate, "out": out}, values)
         return out
-    values["splits"] = how.splits
-    device = q_latent.device
-    parts = (batch, steps, how.splits, g.heads)
-    partial = torch.empty((*parts, g.latent), dtype=torch.float32, device=device)
-    partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
-    work = {"partial": partial, "partial_lse": partial_lse}
-    plan.attend_split(g, how.tiles).launch({**inputs, **work}, values)
-    plan.merge_splits(g, how.splits).launch({**work, "gate": gate, "out": out}, values)
+    spec = plan.attend_split_hopper(g) if how.hopper else plan.attend_split(g, how.tiles)
+    _split(g, spec, inputs, values, how.splits, gate, out)
     return out
+
+
+def _split(
+    g: Geometry,
+    spec: KernelSpec,
+    inputs: dict[str, Tensor],
+    values: dict[str, int],
+    splits: int,
+    gate: Tensor,
+    out: Tensor,
+) -> None:
+    """Launch a kernel over runs and the sum of its partial outputs."""
+    parts = (*out.shape[:2], splits, g.heads)
+    work = {
+        "partial": torch.empty((*parts, g.latent), dtype=torch.float32, device=out.device),
+        "partial_lse": torch.empty(parts, dtype=torch.float32, device=out.device),
+    }
+    values = {**values, "splits": splits}
+    spec.launch({**inputs, **work}, values)
+    plan.merge_splits(g, splits).launch({**work, "gate": gate, "out": out}, values)
 
 
 def attend_window(
@@ -200,6 +230,7 @@ def attend_window(
     base: Tensor,
     gate: Tensor,
     tiles: WindowTiles | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """Gated absorbed attention over the last W tokens.
 
@@ -209,11 +240,26 @@ def attend_window(
             W - 1 + S newest tokens.
         base: int32 [B].
         gate: [B, S, H], before the logistic function.
+        tiles: use the portable kernels with these tiles.
+        splits: runs of a window, in the kernel for compute capability 9.0.
 
     Returns:
         [B, S, H, L].
     """
     batch, steps = q_latent.shape[:2]
+    out = torch.empty_like(q_latent)
+    call = {"cache": cache, "past": past, "new": new, "base": base}
+    if tiles is None and _hopper(g, q_latent.device):
+        inputs = {"q_latent": q_latent, "q_rope": q_rope, **call}
+        rows = batch * steps
+        values = {"S": steps, "R": cache.shape[-2], "rows": rows}
+        splits = splits or splits_for(2 * rows * g.heads // plan.HOPPER_HEADS, 4)
+        if splits == 1:
+            spec = plan.window_whole_hopper(g)
+            spec.launch({**inputs, "gate": gate, "out": out}, values)
+        else:
+            _split(g, plan.window_split_hopper(g), inputs, values, splits, gate, out)
+        return out
     tiles = tiles or WindowTiles(queries=min(4, triton.next_power_of_2(steps)))
     blocks = triton.cdiv(steps, tiles.queries)
     count = plan.window_tiles(g, tiles)
@@ -227,12 +273,10 @@ def attend_window(
         "tile_max": torch.empty(stats, dtype=torch.float32, device=device),
         "tile_sum": torch.empty(stats, dtype=torch.float32, device=device),
     }
-    call = {"cache": cache, "past": past, "new": new, "base": base}
     values = {"S": steps, "R": cache.shape[-2], "query_blocks": blocks, "B": batch}
     plan.window_scores(g, tiles).launch(
         {"q_latent": q_latent, "q_rope": q_rope, **call, **work}, values
     )
-    out = torch.empty_like(q_latent)
     plan.window_values(g, tiles).launch({**work, **call, "gate": gate, "out": out}, values)
     return out
 

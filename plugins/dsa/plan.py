@@ -6,7 +6,7 @@ every GPU. Everything here is a function of the geometry and of sizes known at b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -61,6 +61,9 @@ def power(value: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(value))
 
 
+# Heads per program of the kernels for compute capability 9.0.
+HOPPER_HEADS = 64
+
 _CALL = (Argument("past", "int32"), Argument("new", "int32"))
 
 
@@ -93,7 +96,7 @@ def _attend_constants(g: Geometry, tiles: AttendTiles) -> dict[str, Any]:
     }
 
 
-def attend_whole(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:  # noqa: B008
+def attend_whole(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:
     """Sparse attention, one program per query and head block. Grid names: rows."""
     constants = _attend_constants(g, tiles)
     head_blocks = ceil_div(g.heads, constants["BLOCK_H"])
@@ -115,7 +118,7 @@ def attend_whole(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:
     )
 
 
-def attend_split(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:  # noqa: B008
+def attend_split(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:
     """Sparse attention over runs of each token list. Grid names: rows."""
     constants = _attend_constants(g, tiles)
     head_blocks = ceil_div(g.heads, constants["BLOCK_H"])
@@ -128,6 +131,84 @@ def attend_split(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:
         constants=constants,
         grid=lambda v: (head_blocks, v["splits"], v["rows"]),
         warps=tiles.warps,
+    )
+
+
+def fits_hopper(g: Geometry, capability: tuple[int, int]) -> bool:
+    """Whether the kernels for compute capability 9.0 do this geometry on that device."""
+    widths = (512, 64) if not g.window else (1024, 64)
+    return (
+        not triton.knobs.runtime.interpret
+        and capability[0] == 9
+        and g.dtype == "bfloat16"
+        and (g.latent, g.rope) == widths
+        and g.heads % HOPPER_HEADS == 0
+    )
+
+
+def attend_whole_hopper(g: Geometry) -> KernelSpec:
+    """`attend_whole` for compute capability 9.0. Grid names: rows."""
+    from plugins.dsa.kernels import hopper
+
+    return replace(
+        attend_whole(g),
+        function=hopper.attend_whole,
+        constants={"SCALE": g.scale, "HEADS": g.heads},
+        grid=lambda v: (g.heads // HOPPER_HEADS, v["rows"]),
+        warps=4,
+    )
+
+
+def attend_split_hopper(g: Geometry) -> KernelSpec:
+    """`attend_split` for compute capability 9.0. Grid names: rows."""
+    from plugins.dsa.kernels import hopper
+
+    return replace(
+        attend_split(g),
+        function=hopper.attend_split,
+        constants={"SCALE": g.scale, "HEADS": g.heads},
+        grid=lambda v: (g.heads // HOPPER_HEADS, v["splits"], v["rows"]),
+        warps=4,
+    )
+
+
+def _window_inputs(g: Geometry) -> tuple[Argument, ...]:
+    return *_queries(g), Argument("cache", g.dtype), *_CALL, Argument("base", "int32")
+
+
+def _window_hopper_constants(g: Geometry) -> dict[str, Any]:
+    return {"SCALE": g.scale, "WINDOW": g.window, "HEADS": g.heads}
+
+
+def window_whole_hopper(g: Geometry) -> KernelSpec:
+    """Window attention for compute capability 9.0, one program per query. Grid names: rows."""
+    from plugins.dsa.kernels import hopper_window
+
+    return KernelSpec(
+        name="dsa_window",
+        function=hopper_window.window_whole,
+        inputs=(*_window_inputs(g), Argument("gate", g.dtype)),
+        scalars=("S", "R"),
+        outputs=(Argument("out", g.dtype),),
+        constants=_window_hopper_constants(g),
+        grid=lambda v: (2 * (g.heads // HOPPER_HEADS), v["rows"]),
+        warps=4,
+    )
+
+
+def window_split_hopper(g: Geometry) -> KernelSpec:
+    """Window attention for compute capability 9.0 over runs. Grid names: rows."""
+    from plugins.dsa.kernels import hopper_window
+
+    return KernelSpec(
+        name="dsa_window_split",
+        function=hopper_window.window_split,
+        inputs=_window_inputs(g),
+        scalars=("S", "R", "splits"),
+        outputs=(Argument("partial", "float32"), Argument("partial_lse", "float32")),
+        constants=_window_hopper_constants(g),
+        grid=lambda v: (2 * (g.heads // HOPPER_HEADS), v["splits"], v["rows"]),
+        warps=4,
     )
 
 
@@ -164,7 +245,7 @@ class IndexTiles:
     stages: int = 3
 
 
-def score_tokens(g: Geometry, tiles: IndexTiles = IndexTiles()) -> KernelSpec:  # noqa: B008
+def score_tokens(g: Geometry, tiles: IndexTiles = IndexTiles()) -> KernelSpec:
     """Index scores. Grid names: B, S, N, run."""
     return KernelSpec(
         name="dsa_index_scores",
@@ -261,13 +342,13 @@ def window_tiles(g: Geometry, tiles: WindowTiles) -> int:
     return triton.cdiv(g.window - 1 + tiles.queries, tiles.tokens)
 
 
-def window_scores(g: Geometry, tiles: WindowTiles = WindowTiles()) -> KernelSpec:  # noqa: B008
+def window_scores(g: Geometry, tiles: WindowTiles = WindowTiles()) -> KernelSpec:
     """Probabilities of a window. Grid names: query_blocks, B."""
     count = window_tiles(g, tiles)
     return KernelSpec(
         name="dsa_window_scores",
         function=window.window_scores,
-        inputs=(*_queries(g), Argument("cache", g.dtype), *_CALL, Argument("base", "int32")),
+        inputs=_window_inputs(g),
         scalars=("S", "R", "query_blocks"),
         outputs=(
             Argument("probabilities", g.dtype),
@@ -294,7 +375,7 @@ def window_scores(g: Geometry, tiles: WindowTiles = WindowTiles()) -> KernelSpec
     )
 
 
-def window_values(g: Geometry, tiles: WindowTiles = WindowTiles()) -> KernelSpec:  # noqa: B008
+def window_values(g: Geometry, tiles: WindowTiles = WindowTiles()) -> KernelSpec:
     """Probabilities times latents. Grid names: query_blocks, B."""
     count = window_tiles(g, tiles)
     channels = min(tiles.channels, power(g.latent))
@@ -341,7 +422,7 @@ class DenseTiles:
     stages: int = 3
 
 
-def attend_dense(g: Geometry, tiles: DenseTiles = DenseTiles()) -> KernelSpec:  # noqa: B008
+def attend_dense(g: Geometry, tiles: DenseTiles = DenseTiles()) -> KernelSpec:
     """Attention over expanded keys and values. Grid names: B, S."""
     first = 1 << (g.nope.bit_length() - 1)
     rest = g.nope - first

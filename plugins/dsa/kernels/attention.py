@@ -168,7 +168,7 @@ def attend_whole(
     """
     row = tl.program_id(1)
     heads = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    total, maximum, normalizer = _part(
+    total, _, normalizer = _part(
         q_latent, q_rope, cache, tokens, past, new, row, heads, 0, 1, S, C, K,
         SCALE, HEADS, LATENT, ROPE, BLOCK_H, BLOCK_L, BLOCK_R, BLOCK_N, DOT, STAGES,
     )  # fmt: skip

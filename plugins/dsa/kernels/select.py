@@ -84,7 +84,7 @@ def select_row(
         token = tl.arange(0, CHUNK)
         seen = token < visible
         score = tl.load(scores + row.to(tl.int64) * N + token, mask=seen, other=0.0)
-        chosen, rank, count = best(tl.where(seen, ordered(score), ABSENT), K)
+        chosen, rank, _ = best(tl.where(seen, ordered(score), ABSENT), K)
         tl.store(out + rank, token, mask=chosen)
 
 

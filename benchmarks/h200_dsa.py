@@ -1,0 +1,489 @@
+"""Checks and times the latent-attention kernels on one GPU, at Dots3's real sizes.
+
+    python3 benchmarks/h200_dsa.py [--out results.json] [--only PART ...] [--sweep]
+
+Every kernel is first compared with `plugins/dsa/reference.py` in float32 on the same inputs. Times
+are medians over replays of a CUDA graph that runs the operation once per input set, so that no set
+is found in the cache of the one before. A floor is the larger of two times: the bytes that must
+move over the measured read rate, and the multiplications and additions that must be done over the
+measured bf16 matrix rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from plugins.dsa import kernel, reference
+from plugins.dsa.plan import SLIDING, AttendTiles, DenseTiles, Geometry, IndexTiles, WindowTiles
+
+FULL = Geometry()
+DEVICE = "cuda"
+SETS = 4
+REPLAYS = 20
+HOPPER = (False, True)
+
+
+@dataclass
+class Row:
+    """One line of the result table; times in microseconds."""
+
+    part: str
+    case: str
+    time: float
+    bytes_floor: float
+    flop_floor: float
+    error: float | None = None
+    other: str = ""
+    other_time: float | None = None
+
+    @property
+    def share(self) -> float:
+        return max(self.bytes_floor, self.flop_floor) / self.time
+
+
+def timed(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
+    """Median time of one call in microseconds, over replays of a graph that makes all of them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(replays + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[3:])
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error in the 2-norm; NaN and unwritten elements make it NaN."""
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).to(torch.bfloat16)
+
+
+def ints(values: Sequence[int] | int, count: int) -> torch.Tensor:
+    filled = [values] * count if isinstance(values, int) else list(values)
+    return torch.tensor(filled, dtype=torch.int32, device=DEVICE)
+
+
+def ceilings() -> dict[str, float]:
+    """Measured read rate (bytes/s), copy rate and bf16 matrix rate (FLOP/s)."""
+    data = torch.randn(2**30, device=DEVICE)
+    target = torch.empty_like(data)
+    copy = timed([lambda: target.copy_(data)], 10)
+    read = timed([lambda: data.sum()], 10)
+    size = 8192
+    a, b = randn(size, size), randn(size, size)
+    product = timed([lambda: a @ b], 10)
+    return {
+        "copy": 2 * data.numel() * 4 / copy * 1e6,
+        "read": data.numel() * 4 / read * 1e6,
+        "matrix": 2 * size**3 / product * 1e6,
+    }
+
+
+class Bench:
+    """Runs the parts and collects their rows."""
+
+    def __init__(self, sweep: bool) -> None:
+        torch.manual_seed(0)
+        self.rates = ceilings()
+        self.sweep = sweep
+        self.rows: list[Row] = []
+        print({name: f"{rate / 1e12:.2f} T/s" for name, rate in self.rates.items()}, flush=True)
+
+    def add(
+        self,
+        part: str,
+        case: str,
+        calls: Sequence[Callable[[], object]],
+        bytes_moved: float,
+        flop: float,
+        mistake: float | None = None,
+        other: tuple[str, float] | None = None,
+    ) -> float:
+        time = timed(calls)
+        row = Row(
+            part,
+            case,
+            time,
+            bytes_moved / self.rates["read"] * 1e6,
+            flop / self.rates["matrix"] * 1e6,
+            mistake,
+            *(other or ("", None)),
+        )
+        self.rows.append(row)
+        beside = f"  {row.other} {row.other_time:.1f} us" if row.other_time is not None else ""
+        shown = "" if mistake is None else f"  error {mistake:.1e}"
+        print(
+            f"{part:10} {case:34} {time:9.1f} us  bytes {row.bytes_floor:8.1f}  "
+            f"flop {row.flop_floor:8.1f}  {row.share:5.0%}{shown}{beside}",
+            flush=True,
+        )
+        return time
+
+    # Sparse attention -----------------------------------------------------------------------
+
+    def _sparse_set(self, g: Geometry, batch: int, steps: int, context: int) -> dict:
+        past = ints(context - steps, batch)
+        tokens = torch.rand(batch * steps, context - steps + 1, device=DEVICE)
+        tokens = tokens.topk(min(g.kept, context - steps + 1), dim=-1).indices.sort(-1).values
+        if tokens.shape[-1] < g.kept:
+            tokens = F.pad(tokens, (0, g.kept - tokens.shape[-1]), value=-1)
+        return {
+            "q_latent": randn(batch, steps, g.heads, g.latent, scale=0.5),
+            "q_rope": randn(batch, steps, g.heads, g.rope, scale=0.5),
+            "tokens": tokens.to(torch.int32).reshape(batch, steps, g.kept),
+            "past": past,
+            "new": ints(steps, batch),
+            "gate": randn(batch, steps, g.heads),
+        }
+
+    def _sparse_cost(self, g: Geometry, rows: int, kept: int) -> tuple[float, float]:
+        width = g.latent + g.rope
+        row_bytes = 2 * (kept * width + g.heads * (width + g.latent)) + 4 * kept
+        return rows * row_bytes, rows * 2 * g.heads * kept * (width + g.latent)
+
+    def check_sparse(self) -> None:
+        """Odd lengths, padding rows, offsets beyond 2^31 elements; poisoned surroundings."""
+        g = FULL
+        batch, steps, rows = 40, 3, 98304
+        cache = torch.full(
+            (batch, 1, rows, g.latent + g.rope), float("nan"), dtype=torch.bfloat16, device=DEVICE
+        )
+        past = ints([0, 5, 63, 64, 2046, 2047, 5000, 90000] * 5, batch)
+        new = ints([3, 1, 0, 2, 3, 3, 1, 3] * 5, batch)
+        chosen = [0, 1, 2, 3, 4, 5, 6, 7, 39]
+        for slot in chosen:
+            count = int(past[slot] + new[slot])
+            cache[slot, 0, :count] = randn(count, g.latent + g.rope)
+        visible = reference.visible_counts(past, new, steps)
+        scores = torch.randn(batch, steps, int(visible.max()), device=DEVICE)
+        scores = scores.where(scores.abs() > 0.2, 0.0)
+        tokens = kernel.select(g, scores, past, new)
+        assert torch.equal(tokens, reference.select_tokens(scores, visible, g.kept)), "selection"
+        q_latent = randn(batch, steps, g.heads, g.latent, scale=0.5)
+        q_rope = randn(batch, steps, g.heads, g.rope, scale=0.5)
+        gate = randn(batch, steps, g.heads)
+        pick = torch.tensor(chosen, device=DEVICE)
+        want = reference.latent_attention(
+            q_latent[pick].float(),
+            q_rope[pick].float(),
+            cache[pick, 0].float(),
+            tokens[pick],
+            scale=g.scale,
+            gate=gate[pick],
+        )
+        for hopper in HOPPER:
+            for splits in (1, 4):
+                how = kernel.AttendPlan(AttendTiles(), splits, hopper)
+                got = kernel.attend(g, q_latent, q_rope, cache, tokens, past, new, gate, how)[pick]
+                mistake = error(got, want)
+                print(f"check      sparse {how}: error {mistake:.1e}", flush=True)
+                assert mistake < 6e-3, f"sparse attention {how}: {mistake}"
+                assert not got[2].any() and not got[1, 1:].any(), "padding rows are not zero"
+
+    def sparse(self) -> None:
+        self.check_sparse()
+        g = FULL
+        context = 32768
+        cache = randn(128, 1, context, g.latent + g.rope)
+        for batch, steps in ((1, 1), (8, 1), (32, 1), (64, 1), (128, 1), (32, 4)):
+            sets = [self._sparse_set(g, batch, steps, context) for _ in range(SETS)]
+            rows = batch * steps
+            cost = self._sparse_cost(g, rows, g.kept)
+            plans = [kernel.attend_plan(g, rows, cache.device)]
+            if self.sweep:
+                more = {1, plans[0].splits * 2, max(1, plans[0].splits // 2)} - {plans[0].splits}
+                plans += [replace(plans[0], splits=n) for n in sorted(more) if n <= 32]
+                plans.append(replace(plans[0], hopper=False))
+            for how in plans:
+                calls = [partial(kernel.attend, g, cache=cache[:batch], how=how, **s) for s in sets]
+                kind = "" if how.hopper else " portable"
+                self.add("sparse", f"{batch} x {steps}, {how.splits} runs{kind}", calls, *cost)
+        # Prefill: 2048 queries of one request at 32k.
+        sets = [self._sparse_set(g, 1, 2048, context) for _ in range(2)]
+        cost = self._sparse_cost(g, 2048, g.kept)
+        calls = [partial(kernel.attend, g, cache=cache[:1], **s) for s in sets]
+        self.add("sparse", "prefill 2048 rows at 32k", calls, *cost)
+
+    def short(self) -> None:
+        """Contexts within the budget, where the layer is dense: against torch."""
+        g = FULL
+        for batch, context in ((1, 2048), (32, 512), (32, 2048), (128, 2048)):
+            caches = [randn(batch, 1, context, g.latent + g.rope) for _ in range(SETS)]
+            sets = [self._sparse_set(g, batch, 1, context) for _ in range(SETS)]
+            pairs = list(zip(sets, caches, strict=True))
+            calls = [partial(kernel.attend, g, cache=c, **s) for s, c in pairs]
+
+            theirs = timed([partial(_torch_latent, g, s, c) for s, c in pairs])
+            cost = self._sparse_cost(g, batch, min(context, g.kept))
+            self.add("short", f"{batch} x 1 at {context}", calls, *cost, other=("sdpa", theirs))
+
+    def dense(self) -> None:
+        """Context phase in the expanded form, against torch."""
+        for name, g, past_tokens in (("full", FULL, 0), ("sliding", SLIDING, 4096)):
+            small = 300
+            self._check_dense(g, small)
+            steps = 2048
+            rows = steps + (g.window - 1 if g.window else past_tokens)
+            sets = [
+                {
+                    "q_nope": randn(1, steps, g.heads, g.nope),
+                    "q_rope": randn(1, steps, g.heads, g.rope),
+                    "expanded": randn(1, rows, g.heads, g.nope + g.value),
+                    "cache": randn(1, 1, rows, g.latent + g.rope),
+                    "gate": randn(1, steps, g.heads),
+                    "past": ints(past_tokens, 1),
+                    "new": ints(steps, 1),
+                }
+                for _ in range(2)
+            ]
+            pairs = steps * g.window if g.window else steps * (steps + 1) // 2
+            flop = 2.0 * g.heads * pairs * (g.nope + g.rope + g.value)
+            moved = (
+                2.0 * g.heads * (steps * (g.nope + g.rope + g.value) + rows * (g.nope + g.value))
+            )
+            theirs = self._torch_dense(g, steps, rows) if not g.window else None
+            tiles = [None]
+            if self.sweep:
+                tiles = [DenseTiles(m, n, w, s) for m, n, w, s in DENSE_SWEEP]
+            for one in tiles:
+                calls = [partial(kernel.attend_dense, g, tiles=one, **s) for s in sets]
+                label = (
+                    "" if one is None else f" {one.queries}/{one.tokens}/{one.warps}/{one.stages}"
+                )
+                try:
+                    self.add("dense", f"{name} 2048 rows{label}", calls, moved, flop, other=theirs)
+                except Exception as problem:
+                    print(f"dense {name}{label}: {type(problem).__name__}", flush=True)
+
+    def _check_dense(self, g: Geometry, steps: int) -> None:
+        past_tokens = 100
+        lead = g.window - 1 if g.window else past_tokens
+        q_nope, q_rope = randn(1, steps, g.heads, g.nope), randn(1, steps, g.heads, g.rope)
+        expanded = randn(1, lead + steps, g.heads, g.nope + g.value)
+        cache, gate = randn(1, 1, lead + steps, g.latent + g.rope), randn(1, steps, g.heads)
+        new = steps - 7
+        got = kernel.attend_dense(
+            g, q_nope, q_rope, expanded, cache, ints(past_tokens, 1), ints(new, 1), gate
+        )
+        # Row j stands at past - lead + j; rows before position 0 do not exist.
+        skip = max(0, lead - past_tokens)
+        visible = reference.visible_counts(ints(past_tokens, 1), ints(new, 1), steps)
+        both = expanded[:, skip:]
+        want = reference.expanded_attention(
+            q_nope.float(),
+            q_rope.float(),
+            reference.Expanded(both[..., : g.nope], both[..., g.nope :]),
+            cache[:, 0, skip:, g.latent :],
+            visible - (past_tokens - lead + skip) * (visible > 0),
+            scale=g.scale,
+            window=g.window or None,
+            gate=gate,
+        )
+        mistake = error(got, want)
+        assert mistake < 6e-3 and not got[0, new:].any(), f"dense attention: {mistake}"
+        print(f"check      dense, window {g.window}: error {mistake:.1e}", flush=True)
+
+    def _torch_dense(self, g: Geometry, steps: int, rows: int) -> tuple[str, float]:
+        q = randn(1, g.heads, steps, g.nope + g.rope)
+        k = randn(1, g.heads, rows, g.nope + g.rope)
+        v = randn(1, g.heads, rows, g.value)
+        padded = F.pad(v, (0, g.nope + g.rope - g.value))
+        times = {}
+        for name, value in (("sdpa", v), ("sdpa, v padded", padded)):
+            times[name] = timed(
+                [partial(F.scaled_dot_product_attention, q, k, value, is_causal=True)]
+            )
+        print(f"torch      {times}", flush=True)
+        best = min(times, key=lambda n: times[n])
+        return best, times[best]
+
+    # Window -----------------------------------------------------------------------------------
+
+    def check_window(self) -> None:
+        g = SLIDING
+        for rows, steps, base in ((516, 4, 0), (1600, 3, 700), (2048, 1, 0)):
+            past = ints([0, 1, 511, 512, 513, 1500, 2000, 700], 8)
+            if base:
+                past = (past + base).clamp(max=base + rows - steps)
+            new = ints([steps, 1, steps, 0, steps, steps, steps, 1], 8)
+            start = ints([base if int(p) >= base + 512 or base == 0 else 0 for p in past], 8)
+            cache = randn(8, 1, rows, g.latent + g.rope)
+            q_latent = randn(8, steps, g.heads, g.latent, scale=0.3)
+            q_rope = randn(8, steps, g.heads, g.rope, scale=0.3)
+            gate = randn(8, steps, g.heads)
+            ids = reference.window_rows(past, new, start, queries=steps, window=g.window, rows=rows)
+            want = reference.latent_attention(
+                q_latent.float(), q_rope.float(), cache[:, 0].float(), ids, scale=g.scale, gate=gate
+            )
+            for choice in ({"tiles": WindowTiles(1)}, {"tiles": WindowTiles(4)}, {}, {"splits": 3}):
+                got = kernel.attend_window(
+                    g, q_latent, q_rope, cache, past, new, start, gate, **choice
+                )
+                mistake = error(got, want)
+                assert mistake < 8e-3, f"window attention, {rows} rows, {choice}: {mistake}"
+                assert not got[3].any(), "padding rows are not zero"
+            print(f"check      window, ring of {rows}: error {mistake:.1e}", flush=True)
+
+    def window(self) -> None:
+        self.check_window()
+        g = SLIDING
+        rows = 1024
+        width = g.latent + g.rope
+        for batch, steps in ((1, 1), (8, 1), (32, 1), (64, 1), (128, 1), (32, 4), (1, 2048)):
+            many = steps > 64
+            span = g.window - 1 + steps
+            sets = [
+                {
+                    "q_latent": randn(batch, steps, g.heads, g.latent, scale=0.3),
+                    "q_rope": randn(batch, steps, g.heads, g.rope, scale=0.3),
+                    "cache": randn(batch, 1, span if many else 1024, g.latent + g.rope),
+                    "gate": randn(batch, steps, g.heads),
+                    "past": torch.randint(600, 5000, (batch,), device=DEVICE).to(torch.int32),
+                    "new": ints(steps, batch),
+                    "base": ints(0, batch),
+                }
+                for _ in range(2 if many else SETS)
+            ]
+            rows = batch * steps
+            width = g.latent + g.rope
+            moved = 2.0 * (batch * span * width + rows * g.heads * (width + g.latent))
+            flop = 2.0 * rows * g.heads * g.window * (width + g.latent)
+            variants: list[dict] = [{}]
+            if self.sweep and not many:
+                variants += [{"splits": n} for n in (1, 2, 4, 8)]
+                variants.append({"tiles": WindowTiles(min(steps, 4), 64, 64, 128, 4, 4, 4, 3)})
+            for choice in variants:
+                calls = [partial(kernel.attend_window, g, **s, **choice) for s in sets]
+                label = "" if not choice else f" {choice.get('splits', 'portable')}"
+                self.add("window", f"{batch} x {steps}{label}", calls, moved, flop)
+
+    # Indexer ----------------------------------------------------------------------------------
+
+    def check_index(self) -> None:
+        g = FULL
+        for steps in (1, 3, 130):
+            past, new = ints([0, 700, 3000], 3), ints([steps, steps, max(0, steps - 2)], 3)
+            rows = 3200
+            query = randn(3, steps, g.index_heads, g.index_width)
+            keys = randn(3, 1, rows, g.index_width)
+            weights = randn(3, steps, g.index_heads)
+            got = kernel.score(g, query, keys, weights, past, new)
+            want = reference.index_scores(query, keys[:, 0], weights)
+            seen = torch.arange(rows, device=DEVICE)
+            seen = seen < reference.visible_counts(past, new, steps)[..., None]
+            mistake = error(got[seen], want[seen])
+            assert mistake < 1e-5, f"index scores: {mistake}"
+        print(f"check      index scores: error {mistake:.1e}", flush=True)
+
+    def index(self) -> None:
+        self.check_index()
+        g = FULL
+        for batch, steps, context in (
+            (1, 1, 32768),
+            (32, 1, 32768),
+            (128, 1, 32768),
+            (1, 1, 131072),
+            (32, 1, 131072),
+            (1, 1, 524288),
+            (32, 4, 32768),
+            (1, 2048, 32768),
+        ):
+            past, new = ints(context - steps, batch), ints(steps, batch)
+            count = SETS if batch * context < 2**21 else 2
+            keys = [randn(batch, 1, context, g.index_width) for _ in range(count)]
+            query = randn(batch, steps, g.index_heads, g.index_width)
+            weights = randn(batch, steps, g.index_heads)
+            moved = batch * context * (2.0 * g.index_width + 4 * steps)
+            flop = 2.0 * batch * steps * context * g.index_heads * g.index_width
+            variants: list[IndexTiles | None] = [None]
+            if self.sweep:
+                rows = SCORE_SWEEP if steps == 1 else SCORE_SWEEP_MANY
+                variants = [IndexTiles(*v) for v in rows]
+            for one in variants:
+                calls = [
+                    partial(kernel.score, g, query, k, weights, past, new, tiles=one) for k in keys
+                ]
+                label = "" if one is None else " " + "/".join(map(str, asdict(one).values()))
+                try:
+                    self.add("score", f"{batch} x {steps} at {context}{label}", calls, moved, flop)
+                except Exception as problem:
+                    print(f"score {label}: {type(problem).__name__}", flush=True)
+            scores = [kernel.score(g, query, k, weights, past, new) for k in keys]
+            theirs = timed([partial(torch.topk, s, g.kept) for s in scores], 8)
+            calls = [partial(kernel.select, g, s, past, new) for s in scores]
+            self.add(
+                "top-k",
+                f"{batch} x {steps} at {context}",
+                calls,
+                4.0 * batch * steps * (context + g.kept),
+                0.0,
+                other=("torch.topk", theirs),
+            )
+
+
+def _torch_latent(g: Geometry, s: dict[str, torch.Tensor], cache: torch.Tensor) -> torch.Tensor:
+    """torch's attention over whole caches, one query per slot: heads are its queries."""
+    query = torch.cat([s["q_latent"], s["q_rope"]], -1).reshape(cache.shape[0], 1, g.heads, -1)
+    return F.scaled_dot_product_attention(query, cache, cache[..., : g.latent], scale=g.scale)
+
+
+DENSE_SWEEP = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
+SCORE_SWEEP = [(1, 128, 4, 3), (1, 128, 8, 3), (1, 64, 4, 4), (1, 128, 4, 4)]
+SCORE_SWEEP_MANY = [(4, 128, 8, 3), (2, 128, 8, 3), (4, 64, 4, 3), (2, 128, 4, 3)]
+
+
+def main() -> None:
+    parts = ("sparse", "short", "dense", "window", "index")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--sweep", action="store_true", help="also time other tiles")
+    options = parser.parse_args()
+    bench = Bench(options.sweep)
+    for part in options.only:
+        getattr(bench, part)()
+    if options.out:
+        options.out.write_text(
+            json.dumps(
+                {
+                    "device": torch.cuda.get_device_name(),
+                    "torch": torch.__version__,
+                    "rates": bench.rates,
+                    "rows": [{**asdict(row), "share": row.share} for row in bench.rows],
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
