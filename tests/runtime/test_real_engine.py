@@ -1,22 +1,15 @@
-"""The runtime over the real network: golden numbers, and equal results however tokens arrive.
-
-The engine directory is a real one but for the serialized engines, which nothing here opens: their
-compilation would take most of the time of these tests.
+"""The runtime over a real engine directory: golden numbers, and equal results however tokens
+arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from build_scripts import engines
-from converters.checkpoint.convert import convert
-from plugins.trt.builder import Plan
-from plugins.trt.report import LayerReport
 from runtime.engine import Engine
 from runtime.executors.interpreter import InterpreterExecutor
 from runtime.requests import GenerationRequest
@@ -32,40 +25,10 @@ from tests.fixtures.qwen38_deterministic import (
 # Two ways through the same fp32 arithmetic; the network's own rounding is 3e-6.
 TOLERANCE = 2e-5
 
-pytest.importorskip("tensorrt_rtx")
-
-
-def _without_compilation(net: Any, profile: Any, path: Path, reporter: Any = None) -> Plan:
-    path.write_bytes(b"vtrt")
-    report = LayerReport((), (), (), 0, 0, 0)
-    return Plan(4, "0" * 64, report, net.capability.targets, 0.0)
-
 
 @pytest.fixture(scope="module")
-def real_dir(
-    tmp_path_factory: pytest.TempPathFactory, deterministic_checkpoint: Path
-) -> Iterator[Path]:
-    root = tmp_path_factory.mktemp("real")
-    convert(deterministic_checkpoint, root / "checkpoint")
-    request = engines.Request(
-        max_batch_size=4,
-        max_seq_len=256,
-        max_input_len=None,
-        max_draft_len=0,
-        chunk_size=64,
-        flavor="tensorrt_rtx",
-        targets=None,
-        weights="auto",
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "build_serialized", _without_compilation)
-        engines.build(root / "checkpoint", root / "engine", request)
-    yield root / "engine"
-
-
-@pytest.fixture(scope="module")
-def engine(real_dir: Path) -> Engine:
-    return Engine.load(real_dir, executor="interpreter", device="cpu")
+def engine(deterministic_engine: Path) -> Engine:
+    return Engine.load(deterministic_engine, executor="interpreter", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +99,10 @@ def test_seeded_sampling_comes_back_in_any_company(engine: Engine) -> None:
 
 
 def test_forgotten_states_and_contexts_are_noticed(
-    real_dir: Path, engine: Engine, golden: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    deterministic_engine: Path,
+    engine: Engine,
+    golden: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The equalities above can fail: without fresh states or n-gram context logits differ."""
     with monkeypatch.context() as patch:
