@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from plugins.support.errors import UsageError
+
 
 class Dtype(StrEnum):
     """Element type of a converted checkpoint."""
@@ -114,7 +116,13 @@ ChunkSize = Annotated[
 
 
 def targets(text: str | None) -> tuple[str, ...] | None:
-    """Split "8.0,8.9" at its commas; None (build for the flavor's defaults) stays None."""
+    """Split "8.0,8.9" at its commas; None (build for the flavor's defaults) stays None.
+
+    Raises UsageError when the list is empty.
+    """
     if text is None:
         return None
-    return tuple(item.strip() for item in text.split(",") if item.strip())
+    found = tuple(item.strip() for item in text.split(",") if item.strip())
+    if not found:
+        raise UsageError("no compute capability is given", where="--target", expected="8.9,12.0")
+    return found

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 
 from converters.checkpoint.config import SourceIdentity
-from converters.checkpoint.header import TensorEntry, read_header
+from converters.checkpoint.header import TensorEntry, read_header, read_metadata
 from converters.checkpoint.json_files import read_json_object
-from plugins.support.errors import InputError, UsageError
+from plugins.support.errors import InputError
 
 INDEX_FILE = "model.safetensors.index.json"
 # Mistral's own layout: other names, other configuration keys, one file.
@@ -47,11 +47,11 @@ class SourceCheckpoint:
     def open(cls, directory: Path) -> SourceCheckpoint:
         """Read config, index and all headers.
 
-        Raises UsageError when there is no such directory, InputError for anything in it that is
-        missing, damaged or contradictory.
+        Raises InputError when there is no such directory, and for anything in it that is missing,
+        damaged or contradictory.
         """
         if not directory.is_dir():
-            raise UsageError("the checkpoint directory does not exist", where=str(directory))
+            raise InputError("the checkpoint directory does not exist", where=str(directory))
         mistral = directory / MISTRAL_WEIGHTS
         if mistral.is_file() and (directory / MISTRAL_CONFIG).is_file():
             others = [path for path in directory.glob("*.safetensors") if path != mistral]
@@ -73,6 +73,14 @@ class SourceCheckpoint:
     def files(self) -> list[Path]:
         """The safetensors files, sorted by name."""
         return sorted({entry.file for entry in self.tensors.values()})
+
+    def metadata(self) -> Mapping[str, Any]:
+        """Free-form metadata of the weight index, or of the file where there is no index."""
+        index = self.directory / INDEX_FILE
+        if index.exists():
+            found = read_json_object(index, "weight index").get("metadata")
+            return found if isinstance(found, Mapping) else {}
+        return read_metadata(self.files[0]) if self.tensors else {}
 
     def optional_json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the directory, None when it is not there."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from converters.checkpoint.source import INDEX_FILE, SourceCheckpoint
-from plugins.support.errors import InputError, UsageError
+from plugins.support.errors import InputError
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_index_without_a_map_is_refused(checkpoint: Path, weight_map: object):
 
 
 def test_directories_that_are_none(tmp_path: Path, checkpoint: Path):
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(InputError, match="does not exist"):
         SourceCheckpoint.open(tmp_path / "nowhere")
     (checkpoint / "config.json").write_text("[]")
     with pytest.raises(InputError, match="not a JSON object"):
