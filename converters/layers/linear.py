@@ -1,7 +1,8 @@
-"""Linear maps and stacked expert matrices: the one place that knows how weights are stored."""
+"""Linear maps, small weights and the gated activation."""
 
 from __future__ import annotations
 
+from converters.layers.stored import stored_matrix
 from plugins.trt.network import Network
 from plugins.trt.types import Tensor
 
@@ -11,22 +12,17 @@ def linear(net: Network, x: Tensor, name: str, out_features: int) -> Tensor:
 
     Args:
         x: [..., in].
-        name: module name; the checkpoint holds `{name}.weight` [out, in].
+        name: module name; the checkpoint holds `{name}.weight` [out, in], plain or quantised.
         out_features: rows of W.
 
     Returns:
         [..., out].
     """
-    matrix = weight_matrix(net, name, (out_features, net.shape(x)[-1]), net.dtype(x))
+    matrix = stored_matrix(net, name, (out_features, net.shape(x)[-1]), net.dtype(x))
     leading = net.rank(x) - 2
     if leading:
         matrix = net.unsqueeze(matrix, list(range(leading)))
     return net.matmul(x, matrix, transpose_b=True)
-
-
-def weight_matrix(net: Network, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """The values of `{name}.weight`, [out, in] or stacked [E, out, in], in a float type."""
-    return net.weight(f"{name}.weight", dtype, shape)
 
 
 def stored_weight(net: Network, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:

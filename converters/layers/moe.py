@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from converters.layers.linear import linear, swiglu, weight_matrix
+from converters.layers.linear import linear, stored_weight, swiglu
+from converters.layers.stored import stored_matrix
 from plugins.support.dtypes import dtype
 from plugins.trt.network import Dim, Network
 from plugins.trt.types import Tensor
@@ -49,11 +50,11 @@ class Experts:
     def gate_up(self, net: Network, kind: str) -> Tensor:
         """[E, 2I, H]."""
         shape = (self.count, 2 * self.intermediate, self.hidden)
-        return weight_matrix(net, f"{self.name}.gate_up", shape, kind)
+        return stored_matrix(net, f"{self.name}.gate_up", shape, kind)
 
     def down(self, net: Network, kind: str) -> Tensor:
         """[E, H, I]."""
-        return weight_matrix(
+        return stored_matrix(
             net, f"{self.name}.down", (self.count, self.hidden, self.intermediate), kind
         )
 
@@ -76,6 +77,34 @@ def softmax_router(
     if normalize:
         weights = net.div(weights, net.reduce_sum(weights, axes=[1]))
     return ids, net.cast(weights, net.dtype(x))
+
+
+def sigmoid_router(
+    net: Network, x: Tensor, name: str, experts: Experts, *, normalize: bool, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """The K experts with the largest biased score; their weights are the scores without bias.
+
+    Logits, scores and weights are float32 whatever x's type: a rounded logit would choose others.
+
+    Args:
+        x: [N, H].
+        name: module of the router: `{name}.weight` [E, H] and `{name}.bias` float32 [E].
+        normalize: divide the chosen scores by their sum.
+        scaling: factor on the weights.
+
+    Returns:
+        Expert ids int32 [N, K] and their weights float32 [N, K].
+    """
+    matrix = stored_weight(net, f"{name}.weight", net.dtype(x), (experts.count, experts.hidden))
+    logits = net.matmul(net.cast(x, "float32"), net.cast(matrix, "float32"), transpose_b=True)
+    scores = net.sigmoid(logits)
+    bias = stored_weight(net, f"{name}.bias", "float32", (experts.count,))
+    biased = net.add(scores, net.unsqueeze(net.cast(bias, "float32"), [0]))
+    _, ids = net.topk(biased, experts.chosen, axis=1)
+    weights = net.gather_elements(scores, ids, 1)
+    if normalize:
+        weights = net.div(weights, net.add(net.reduce_sum(weights, axes=[1]), 1e-20))
+    return ids, net.mul(weights, scaling) if scaling != 1.0 else weights
 
 
 def run_experts(

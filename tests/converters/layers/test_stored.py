@@ -1,0 +1,127 @@
+"""Quantised matrices decoded by the network, against decoding by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from converters.layers.linear import linear
+from converters.layers.stored import stored_matrix
+from plugins.support.errors import BuildError, InputError
+from tests.converters.layers.evaluate import evaluate
+
+G = torch.Generator().manual_seed(23)
+VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _decoded(weights: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The network's values of "w", float32."""
+    x = torch.zeros(1)
+
+    def build(net, x):
+        return {"values": stored_matrix(net, "w", shape, "float32")}
+
+    return evaluate(build, {"x": x}, weights)["values"]
+
+
+def _codes(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=G).to(torch.float8_e4m3fn)
+
+
+def _scales(*shape: int) -> Tensor:
+    return torch.rand(*shape, generator=G) + 0.1
+
+
+@pytest.mark.parametrize(
+    "shape", [(192, 320), (64, 320), (128, 128), (256, 48), (3, 130, 128), (3, 8, 8)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_blocks_with_partial_last_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    codes = _codes(*shape)
+    scale = _scales(*shape[:-2], *(math.ceil(n / 128) for n in shape[-2:])).to(dtype)
+    expected = codes.float()
+    for row in range(shape[-2]):
+        for column in range(0, shape[-1], 128):
+            block = scale[..., row // 128, column // 128].float()
+            expected[..., row, column : column + 128] *= block[..., None]
+    found = _decoded({"w.weight": codes, "w.weights_scaling_factor": scale}, shape)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales"), [((6, 8), (1,)), ((3, 6, 8), (3,)), ((3, 6, 8), (1,))]
+)
+def test_fp8_per_tensor(shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    codes, scale = _codes(*shape), _scales(*scales)
+    expected = codes.float() * scale.reshape(-1, *(1 for _ in shape[1:]))
+    found = _decoded({"w.weight": codes, "w.weights_scaling_factor": scale}, shape)
+    assert torch.equal(found, expected)
+
+
+def _nvfp4(shape: tuple[int, ...], globals_: tuple[int, ...]) -> dict[str, Tensor]:
+    return {
+        "w.weight": torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=G).byte(),
+        "w.weights_scaling_factor": _scales(*shape[:-1], shape[-1] // 16).to(torch.float8_e4m3fn),
+        "w.weights_scaling_factor_2": _scales(*globals_),
+    }
+
+
+def _nvfp4_by_hand(weights: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    packed = weights["w.weight"].long()
+    codes = torch.stack([packed % 16, packed // 16], -1).flatten(-2)
+    value = VALUES[codes % 8] * torch.where(codes >= 8, -1.0, 1.0)
+    scale = weights["w.weights_scaling_factor"].float()
+    glob = weights["w.weights_scaling_factor_2"]
+    if glob.dim() == 2:
+        scale = scale * glob.repeat_interleave(shape[-2] // glob.shape[1], 1)[..., None]
+    else:
+        scale = scale * glob
+    return value * scale.repeat_interleave(16, -1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "globals_"), [((6, 32), (1,)), ((3, 8, 32), (3, 1)), ((3, 8, 32), (3, 2))]
+)
+def test_nvfp4(shape: tuple[int, ...], globals_: tuple[int, ...]) -> None:
+    weights = _nvfp4(shape, globals_)
+    expected = _nvfp4_by_hand(weights, shape)
+    assert torch.equal(_decoded(weights, shape), expected)
+    swapped = weights | {"w.weight": (weights["w.weight"] >> 4) | (weights["w.weight"] << 4)}
+    assert not torch.allclose(_decoded(swapped, shape), expected)
+
+
+def test_nvfp4_check_vector() -> None:
+    weights = {
+        "w.weight": torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]] * 2).byte(),
+        "w.weights_scaling_factor": torch.tensor([[1.0], [1.0]]).to(torch.float8_e4m3fn),
+        "w.weights_scaling_factor_2": torch.tensor([0.5]),
+    }
+    half = VALUES / 2
+    assert torch.equal(_decoded(weights, (2, 16)), torch.cat([half, -half]).expand(2, -1))
+
+
+def test_linear_reads_what_is_stored() -> None:
+    weights = _nvfp4((6, 32), (1,))
+    x = torch.randn(2, 3, 32, generator=G)
+    out = evaluate(lambda net, x: {"y": linear(net, x, "w", 6)}, {"x": x}, weights)["y"]
+    torch.testing.assert_close(out, x @ _nvfp4_by_hand(weights, (6, 32)).T)
+
+
+def test_scales_that_do_not_fit_are_refused() -> None:
+    codes = _codes(6, 8)
+    with pytest.raises(InputError, match="scales do not fit") as caught:
+        _decoded({"w.weight": codes, "w.weights_scaling_factor": _scales(2, 2)}, (6, 8))
+    assert caught.value.where == "w.weights_scaling_factor"
+    with pytest.raises(InputError, match="scales do not fit"):
+        _decoded({"w.weight": codes}, (6, 8))
+    broken = _nvfp4((3, 8, 32), (3, 2))
+    del broken["w.weights_scaling_factor_2"]
+    with pytest.raises(InputError, match="scales do not fit"):
+        _decoded(broken, (3, 8, 32))
+    with pytest.raises(BuildError, match="not what the network needs"):
+        _decoded(_nvfp4((6, 32), (1,)), (6, 64))
+    with pytest.raises(InputError, match="no way to read"):
+        _decoded({"w.weight": torch.zeros(6, 8, dtype=torch.int8)}, (6, 8))
