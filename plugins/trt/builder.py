@@ -14,6 +14,7 @@ import torch
 
 from plugins.support.errors import BuildError, CapabilityError
 from plugins.support.progress import Reporter, Silent
+from plugins.trt.logger import no_collection
 from plugins.trt.messages import translate
 from plugins.trt.network import Network
 from plugins.trt.progress import make_monitor, run_cancellable
@@ -99,7 +100,8 @@ def build_serialized(
         with path.open("wb") as file:
             writer = _make_writer(trt, file, monitor)
             stream = net.builder.build_serialized_network_to_stream
-            done = run_cancellable(lambda: stream(net.raw, config, writer), monitor)
+            with no_collection():
+                done = run_cancellable(lambda: stream(net.raw, config, writer), monitor)
         _check_written(net, done, writer, path)
         report = parse_report(net.logger.report, net.aliases)
     except OSError as error:

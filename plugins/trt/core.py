@@ -20,6 +20,7 @@ from plugins.support.dtypes import BY_TORCH
 from plugins.support.errors import BuildError, CapabilityError
 from plugins.trt.backend import Backend
 from plugins.trt.capability import Capability
+from plugins.trt.logger import no_collection
 from plugins.trt.messages import translate
 from plugins.trt.types import FLOAT4, Tensor, from_trt, to_trt
 from plugins.trt.weights import TensorSource, WeightPolicy, WeightSource
@@ -100,7 +101,8 @@ class NetworkCore:
         self.policy = policy or WeightPolicy()
         self.record_plugins = record_plugins
         self.logger = backend.logger()
-        self.builder = self.trt.Builder(self.logger)
+        with no_collection():
+            self.builder = self.trt.Builder(self.logger)
         flags = 1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         if self.capability.has_plugins:
             flags |= 1 << int(self.trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)

@@ -6,7 +6,10 @@ looks usable, so the log is the return value that counts.
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 # Logged on machines without a CUDA driver or before the first device call; neither says
@@ -64,3 +67,19 @@ def make_logger(trt: Any) -> Any:
             return errors
 
     return Logger()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep python's cyclic garbage collector out of the block.
+
+    TensorRT calls the logger while it holds a lock that destroying a builder needs: a collection
+    that starts in the callback and finds an old network would wait for itself for ever.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

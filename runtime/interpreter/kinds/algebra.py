@@ -7,6 +7,9 @@ import torch.nn.functional as F
 
 from runtime.interpreter.kinds.call import Bound, Call, Function
 
+# Networks mark entries that must not be chosen by scores below this.
+MASKED_SCORE = -1e29
+
 
 def reduce(call: Call) -> Bound:
     """Sum, mean, maximum, minimum or product over axes."""
@@ -78,10 +81,6 @@ def softmax(call: Call) -> Bound:
     """exp(x) / sum(exp(x)) along an axis."""
     axis = int(call.attribute("axis"))
     return Bound(lambda x: torch.softmax(x, axis), (0,))
-
-
-# Networks mark entries that must not be chosen by scores below this.
-MASKED_SCORE = -1e29
 
 
 def topk(call: Call) -> Bound:
