@@ -190,6 +190,8 @@ def run_tasks(
         name = task.recipe.outputs[0].name
         if stop.is_set():
             return
+        # Workers share the cores; threads inside an operation would only wait for each other.
+        torch.set_num_threads(1)
         try:
             if task.recipe.operation == "copy":
                 copy(task, file, lambda amount: advance(amount, name), counts)
@@ -273,18 +275,24 @@ def _cast(
     values: torch.Tensor, dtype: DType, entry: TensorEntry, name: str, counts: NarrowingCounts
 ) -> torch.Tensor:
     result = values.to(dtype.torch)
-    limits = torch.finfo(dtype.torch)
-    wide = values.float()
-    overflow = int((wide.isfinite() & ~result.isfinite()).sum())
-    if overflow:
-        raise InputError(
-            f"{overflow} values do not fit into {dtype.name}",
-            where=f"{entry.file}: {entry.name}",
-            expected=f"magnitudes up to {limits.max:g}",
-            found=f"{float(wide[wide.isfinite()].abs().max()):g}",
-            fix="convert to bfloat16 or float32",
-        )
-    counts.add(name, int(((wide != 0) & (wide.abs() < limits.tiny)).sum()))
+    source, target = torch.finfo(values.dtype), torch.finfo(dtype.torch)
+    if source.max <= target.max and source.smallest_normal >= target.smallest_normal:
+        return result
+    magnitudes = values.abs()
+    # One quick pass decides whether a careful one is needed; NaN fails this comparison too.
+    if not bool(magnitudes.max() <= target.max):
+        overflow = int((values.isfinite() & ~result.isfinite()).sum())
+        if overflow:
+            raise InputError(
+                f"{overflow} values do not fit into {dtype.name}",
+                where=f"{entry.file}: {entry.name}",
+                expected=f"magnitudes up to {target.max:g}",
+                found=f"{float(values[values.isfinite()].abs().max()):g}",
+                fix="convert to bfloat16 or float32",
+            )
+    below = int(torch.count_nonzero(magnitudes < target.smallest_normal))
+    zeros = magnitudes.numel() - int(torch.count_nonzero(magnitudes))
+    counts.add(name, below - zeros)
     return result
 
 

@@ -1,0 +1,71 @@
+"""Conversion against `cp` of the same bytes, in one run.
+
+    python -m benchmarks.conversion --gigabytes 2 --directory /path/with/space
+
+Source files are in the page cache (they were just written); targets are on the same file system.
+Rounds alternate between the competitors, so that a slow moment of the machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import synthetic
+from converters.checkpoint.convert import convert
+
+
+def seconds(work: Callable[[], object], target: Path) -> float:
+    """Time one run, starting without dirty pages and leaving nothing."""
+    os.sync()
+    start = time.perf_counter()
+    work()
+    duration = time.perf_counter() - start
+    shutil.rmtree(target)
+    return duration
+
+
+def main() -> None:
+    """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--directory", type=Path, help="where to work; a temporary one if absent")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as temporary:
+        root = Path(temporary)
+        target = root / "target"
+        stacked, single = root / "stacked", root / "single"
+        size = synthetic.write(stacked, arguments.gigabytes, stacked_experts=True)
+        synthetic.write(single, arguments.gigabytes, stacked_experts=False)
+        competitors: dict[str, Callable[[], object]] = {
+            "cp -r": lambda: subprocess.run(["cp", "-r", stacked, target], check=True),
+            "convert, stacked experts": lambda: convert(stacked, target),
+            "convert, expert by expert": lambda: convert(single, target),
+            "convert --dtype float32": lambda: convert(stacked, target, "float32"),
+            "convert --dtype float16": lambda: convert(stacked, target, "float16"),
+        }
+        times: dict[str, list[float]] = {name: [] for name in competitors}
+        for _ in range(arguments.rounds):
+            for name, work in competitors.items():
+                times[name].append(seconds(work, target))
+    reference = statistics.median(times["cp -r"])
+    print(f"{size / 1e9:.2f} GB of bf16 tensors, median of {arguments.rounds} rounds\n")
+    print("| | MB/s read | of cp | fastest to slowest round |\n|---|---|---|---|")
+    for name, values in times.items():
+        middle = statistics.median(values)
+        print(
+            f"| {name} | {size / middle / 1e6:.0f} | {reference / middle:.2f} "
+            f"| {min(values):.2f}-{max(values):.2f} s |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Golden bytes, edge cases and the inverse of the quantisers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from converters.quantization import fp8, nvfp4
+
+GOLDEN = torch.tensor(
+    [
+        [
+            0,
+            0.25,
+            0.5,
+            0.75,
+            1,
+            1.25,
+            1.5,
+            1.75,
+            2,
+            2.5,
+            3,
+            3.5,
+            4,
+            5,
+            6,
+            -6,
+            -0.0,
+            -0.25,
+            -0.5,
+            -0.75,
+            -1,
+            -1.25,
+            -1.5,
+            -1.75,
+            -2,
+            -2.5,
+            -3,
+            -3.5,
+            -4,
+            -5,
+            -0.2,
+            0.1,
+        ],
+        [0.01 * k for k in range(-8, 8)] + [0.0] * 16,
+    ]
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_golden_nvfp4(dtype: torch.dtype):
+    values = GOLDEN.to(dtype)
+    scale = nvfp4.global_scale(values.abs().max())
+    packed, scales = nvfp4.quantize(values, scale)
+    assert [bytes(row.numpy()).hex() for row in packed] == [
+        "00212243446566f790a9bacbdcedfe08",
+        "ffeecd9b104365760000000000000000",
+    ]
+    assert scales.view(torch.uint8).tolist() == [[0x7E, 0x7C], [0x4C, 0x38]]
+    assert float(scale) == 0.0022321429569274187
+    restored = nvfp4.dequantize(packed, scales, scale)
+    expected = [0, 0, 0.5, 1, 1, 1, 1.5, 2, 2, 2, 3, 4, 4, 4, 6, -6]
+    assert torch.allclose(restored[0, :16], torch.tensor(expected), atol=1e-6)
+
+
+def test_golden_fp8():
+    scale = fp8.matrix_scale(GOLDEN.abs().max())
+    assert float(scale) == 0.013392857275903225
+    assert [bytes(row.view(torch.uint8).numpy()).hex() for row in fp8.quantize(GOLDEN, scale)] == [
+        "00596166696c6e7071747678797c7efe80d9e1e6e9eceef0f1f4f6f8f9fcd74f",
+        "cccac9c7c4c1bcb400343c414447494a" + "00" * 16,
+    ]
+
+
+def test_codes_of_the_released_layout():
+    """The published check vectors: low half first, scales multiplied."""
+    packed = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8)
+    one = torch.tensor([[1.0]]).to(torch.float8_e4m3fn)
+    values = nvfp4.dequantize(packed, one, torch.tensor(0.5))
+    positive = [0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3]
+    assert values.tolist() == [positive + [-value for value in positive]]
+    swapped = nvfp4.dequantize((packed >> 4) | (packed << 4), one, torch.tensor(0.5))
+    assert swapped.tolist() != values.tolist()
+
+    weights = torch.tensor([[0.03 * ((7 * i) % 11 - 5) for i in range(32)]])
+    scale = nvfp4.global_scale(weights.abs().max())
+    packed, scales = nvfp4.quantize(weights, scale)
+    assert packed.tolist() == [
+        [79, 124, 226, 6, 110, 250, 196, 39, 110, 224, 166, 79, 124, 226, 6, 110]
+    ]
+    assert scales.view(torch.uint8).tolist() == [[126, 126]]
+    assert float(scale) == 5.580357537837699e-05
+
+
+def test_zeros_are_not_nan():
+    zeros = torch.zeros(2, 32)
+    scale = nvfp4.global_scale(zeros.abs().max())
+    packed, scales = nvfp4.quantize(zeros, scale)
+    assert (float(scale), packed.any(), scales.float().unique().tolist()) == (1.0, False, [1.0])
+    assert float(fp8.matrix_scale(zeros.abs().max())) == 1.0
+    assert not fp8.quantize(zeros, torch.tensor(1.0)).float().any()
+
+
+def test_quantising_the_dequantised_changes_nothing():
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    scale = nvfp4.global_scale(values.abs().max())
+    packed, scales = nvfp4.quantize(values, scale)
+    restored = nvfp4.dequantize(packed, scales, scale)
+    again, _ = nvfp4.quantize(restored, scale)
+    assert torch.equal(nvfp4.dequantize(again, scales, scale), restored)
+    error = (restored - values).abs().max()
+    assert 0 < float(error) < 0.5
+
+
+def test_block_fp8_with_partial_last_blocks():
+    values = torch.randn(130, 200, generator=torch.Generator().manual_seed(2))
+    values[128:, 128:] *= 1000
+    scales = fp8.block_scales(values)
+    restored = fp8.dequantize_blocks(fp8.quantize_blocks(values, scales), scales)
+    assert torch.allclose(restored, values, rtol=0.07, atol=float(values.abs().max()) * 2**-10)
+    # Scales of the neighbour block would be far off.
+    wrong = fp8.dequantize_blocks(fp8.quantize_blocks(values, scales), scales.flip(0))
+    assert not torch.allclose(wrong, values, rtol=0.07, atol=float(values.abs().max()) * 2**-10)
