@@ -22,7 +22,7 @@ from plugins.trt.backend import Backend
 from plugins.trt.capability import Capability
 from plugins.trt.logger import no_collection
 from plugins.trt.messages import translate
-from plugins.trt.types import FLOAT4, Tensor, from_trt, to_trt
+from plugins.trt.types import FLOAT4, Tensor, from_trt, readable_as, stored_form, to_trt
 from plugins.trt.weights import TensorSource, WeightPolicy, WeightSource
 
 Shape = tuple[int, ...]
@@ -389,7 +389,8 @@ class NetworkCore:
 
         Args:
             name: checkpoint name, also the tensor's name in the network.
-            dtype: declared element type. "float4_e2m1fn" is stored as packed uint8.
+            dtype: declared element type. "float4_e2m1fn" is stored as packed uint8; "uint8" also
+                reads the bytes of a stored float8_e4m3fn tensor.
             shape: declared logical shape.
 
         Raises BuildError when the checkpoint lacks the tensor or declares another dtype or
@@ -406,10 +407,7 @@ class NetworkCore:
                     found=f"{dtype} {list(shape)}",
                 )
             return known
-        stored_shape = tuple(shape)
-        stored_dtype = dtype
-        if dtype == FLOAT4:
-            stored_dtype, stored_shape = "uint8", (*stored_shape[:-1], stored_shape[-1] // 2)
+        stored_dtype, stored_shape = stored_form(dtype, tuple(shape))
         info = self.source.info(name)
         if info is None:
             raise BuildError(
@@ -418,7 +416,7 @@ class NetworkCore:
                 expected=f"{stored_dtype} {list(stored_shape)}",
                 fix="convert the checkpoint again with this version of the tool",
             )
-        if (info.dtype, info.shape) != (stored_dtype, stored_shape):
+        if not readable_as(info.dtype, stored_dtype) or info.shape != stored_shape:
             raise BuildError(
                 "the checkpoint's tensor is not what the network needs",
                 where=name,

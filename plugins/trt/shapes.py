@@ -316,18 +316,40 @@ class ShapeLayers(ElementwiseLayers):
             layer.num_elementwise_dims = elementwise_dims
         return self._one(layer, "gather")
 
+    def _agree(self, op: str, fits: bool, *tensors: Tensor) -> None:
+        """TensorRT infers a shape for indices that do not fit and fails when it builds."""
+        if not fits:
+            raise self._fail(
+                "the shapes do not fit",
+                op,
+                found=", ".join(f"{self.dtype(t)} {list(self.shape(t))}" for t in tensors),
+            )
+
+    def _same_shape(self, a: Sequence[int], b: Sequence[int]) -> bool:
+        return len(a) == len(b) and all(m == n or -1 in (m, n) for m, n in zip(a, b, strict=True))
+
     def gather_elements(self, x: Tensor, idx: Tensor, axis: int) -> Tensor:
         """out[i][j] = x[i][idx[i][j]] for axis 1; result has the shape of idx."""
         self._index(idx, "gather_elements")
         axis = self._axis(x, axis, "gather_elements")
+        own, other = list(self.shape(x)), list(self.shape(idx))
+        fits = len(own) == len(other)
+        if fits:
+            own[axis] = other[axis]
+        self._agree("gather_elements", fits and self._same_shape(own, other), x, idx)
         layer = self.raw.add_gather_v2(x, idx, self.trt.GatherMode.ELEMENT)
         if layer is not None:
             layer.axis = axis
         return self._one(layer, "gather_elements")
 
     def gather_nd(self, x: Tensor, idx: Tensor, elementwise_dims: int = 0) -> Tensor:
-        """The last dimension of idx holds coordinates into x."""
+        """The last dimension of idx holds coordinates into x, behind the first dimensions that
+        run together.
+        """
         self._index(idx, "gather_nd")
+        depth = self.shape(idx)[-1] if self.rank(idx) else -1
+        fits = 1 <= depth <= self.rank(x) - elementwise_dims and elementwise_dims < self.rank(idx)
+        self._agree("gather_nd", fits, x, idx)
         layer = self.raw.add_gather_v2(x, idx, self.trt.GatherMode.ND)
         if layer is not None:
             layer.num_elementwise_dims = elementwise_dims
@@ -335,15 +357,26 @@ class ShapeLayers(ElementwiseLayers):
 
     def scatter_elements(self, data: Tensor, idx: Tensor, updates: Tensor, axis: int) -> Tensor:
         """data with data[i][idx[i][j]] = updates[i][j] for axis 1; indices must differ."""
-        self._index(idx, "scatter_elements")
-        axis = self._axis(data, axis, "scatter_elements")
+        op = "scatter_elements"
+        self._index(idx, op)
+        axis = self._axis(data, axis, op)
+        fits = self._same_shape(self.shape(idx), self.shape(updates))
+        fits &= self.rank(idx) == self.rank(data) and self.dtype(updates) == self.dtype(data)
+        self._agree(op, fits, data, idx, updates)
         layer = self.raw.add_scatter(data, idx, updates, self.trt.ScatterMode.ELEMENT)
         if layer is not None:
             layer.axis = axis
-        return self._one(layer, "scatter_elements")
+        return self._one(layer, op)
 
     def scatter_nd(self, data: Tensor, idx: Tensor, updates: Tensor) -> Tensor:
-        """data with the rows named by the coordinates in idx's last dimension replaced."""
-        self._index(idx, "scatter_nd")
+        """data with the parts named by the coordinates in idx's last dimension replaced."""
+        op = "scatter_nd"
+        self._index(idx, op)
+        depth = self.shape(idx)[-1] if self.rank(idx) else -1
+        fits = 1 <= depth <= self.rank(data) and self.dtype(updates) == self.dtype(data)
+        if fits:
+            wanted = (*self.shape(idx)[:-1], *self.shape(data)[depth:])
+            fits = self._same_shape(wanted, self.shape(updates))
+        self._agree(op, fits, data, idx, updates)
         layer = self.raw.add_scatter(data, idx, updates, self.trt.ScatterMode.ND)
-        return self._one(layer, "scatter_nd")
+        return self._one(layer, op)

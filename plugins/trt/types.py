@@ -28,6 +28,20 @@ _MEMBERS = {
 }
 _NAMES = {member: name for name, member in _MEMBERS.items()}
 
+def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape in a file of a tensor with that logical dtype and shape."""
+    if dtype == FLOAT4:
+        return "uint8", (*shape[:-1], shape[-1] // 2)
+    return dtype, shape
+
+
+def readable_as(stored: str, declared: str) -> bool:
+    """Whether stored elements can be bound as `declared`: equal types, or FP8 as its bytes, for
+    GPUs without the type.
+    """
+    return stored == declared or (declared == "uint8" and stored == "float8_e4m3fn")
+
+
 FLOATS = ("float32", "float16", "bfloat16")
 INTS = ("int32", "int64")
 

@@ -165,6 +165,10 @@ def test_a_layer_that_is_not_added(net: Network) -> None:
         lambda net, a, b: net.squeeze(a, (0,)),
         lambda net, a, b: net.gather(a, b, 0),
         lambda net, a, b: net.expand(a, (4, 4)),
+        lambda net, a, b: net.gather_elements(a, net.iota(2), 0),
+        lambda net, a, b: net.gather_nd(a, net.reshape(net.iota(3), (1, 3))),
+        lambda net, a, b: net.scatter_nd(a, net.iota(2), a),
+        lambda net, a, b: net.scatter_elements(a, net.cast(b, "int32"), a, 1),
         lambda net, a, b: net.add(a, net.cast(a, "int32")),
         lambda net, a, b: net.add(a, net.reshape(a, (8,))),
         lambda net, a, b: net.select(a, a, a),
@@ -183,9 +187,9 @@ def test_operands_that_do_not_fit(net: Network, define: Callable) -> None:
 
 def test_what_only_tensorrt_notices_is_raised_at_once(net: Network) -> None:
     x = net.input("x", "float32", (2, 4))
-    index = net.input("i", "int32", (2,))
-    with net.scope("here"), refused("here.gather_elements"):
-        net.gather_elements(x, index, 1)
+    scale = net.input("s", "bfloat16", (1, 4))
+    with net.scope("here"), refused("here.layer_norm"):
+        net.layer_norm(x, scale, scale, (1,), 1e-6)
 
 
 # 6. Unused inputs stay inputs that must be bound
