@@ -73,32 +73,41 @@ class LoadedKernel:
             "no attribute",
         )
 
-    def launch(self, grid: Sequence[int], arguments: Sequence[Tensor | int]) -> None:
-        """Launch on torch's current stream; tensors give their address."""
+    def launch(
+        self, grid: Sequence[int], arguments: Sequence[Tensor | int], overlap: bool = False
+    ) -> None:
+        """Launch on torch's current stream; tensors give their address.
+
+        With `overlap` the kernel may start before its predecessor on the stream has ended; it must
+        then wait for it itself (programmatic dependent launch, compute capability 9.0 or newer).
+        """
+        driver = self._driver
         values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
         types = tuple(
             ctypes.c_void_p if isinstance(a, Tensor) else ctypes.c_int32 for a in arguments
         )
-        x, y, z = (*grid, 1, 1)[:3]
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.kernel.threads, 1, 1
+        config.sharedMemBytes = self.kernel.shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            ids = driver.CUlaunchAttributeID
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
         _check(
-            self._driver.cuLaunchKernel(
-                self._function,
-                x,
-                y,
-                z,
-                self.kernel.threads,
-                1,
-                1,
-                self.kernel.shared_bytes,
-                torch.cuda.current_stream().cuda_stream,
-                (values, types),
-                0,
-            ),
+            driver.cuLaunchKernelEx(config, self._function, (values, types), 0),
             f"the launch of {self.kernel.name} failed",
         )
 
     def run(
-        self, spec: KernelSpec, tensors: Mapping[str, Tensor], values: Mapping[str, int]
+        self,
+        spec: KernelSpec,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, int],
+        overlap: bool = False,
     ) -> None:
         """Launch with the grid and the argument order of `spec`."""
         arguments: list[Tensor | int] = [tensors[a.name] for a in spec.inputs]
@@ -106,4 +115,4 @@ class LoadedKernel:
         arguments += [tensors[a.name] for a in spec.outputs]
         grid = spec.grid(values)
         if all(extent > 0 for extent in grid):
-            self.launch(grid, arguments)
+            self.launch(grid, arguments, overlap)

@@ -95,7 +95,7 @@ def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
     call = {"scores": scores, "past": past, "new": new}
     ids = torch.empty((batch, steps, g.blocks), dtype=torch.int32, device=scores.device)
     if count <= SELECT_CHUNK:
-        chunk = max(g.blocks, triton.next_power_of_2(count))
+        chunk = max(32, g.blocks, triton.next_power_of_2(count))
         spec = plan.select_row(g, chunk, warps=max(1, min(16, chunk // 512)))
         spec.launch({**call, "ids": ids}, {"S": steps, "NB": count, "rows": rows})
         return ids

@@ -124,7 +124,28 @@ def attend_whole(g: Geometry, tiles: Tiles, interleaved_gate: bool = False) -> K
     )
 
 
-def attend_split(g: Geometry, tiles: Tiles) -> KernelSpec:
+def attend_once(g: Geometry, tokens: int, warps: int, overlap: bool = False) -> KernelSpec:
+    """Decode attention of a few rows, one tile per program. Grid names: rows."""
+    constants = attention_constants(g, Tiles(tokens, warps, 1))
+    del constants["FP8"]
+    return KernelSpec(
+        name="qsa_attend_once",
+        function=attention.attend_once,
+        inputs=_attention_inputs(g),
+        scalars=("S", "C", "rows"),
+        outputs=(Argument("partial", "float32"), Argument("partial_lse", "float32")),
+        constants={**constants, "DOT": dot_type(g), "OVERLAP": overlap},
+        grid=lambda v: (v["rows"] * g.kv_heads, once_splits(g, tokens)),
+        warps=warps,
+    )
+
+
+def once_splits(g: Geometry, tokens: int) -> int:
+    """Splits of `attend_once` with tiles of `tokens` columns."""
+    return triton.cdiv(g.blocks * g.ratio + g.ratio - 1, tokens)
+
+
+def attend_split(g: Geometry, tiles: Tiles, overlap: bool = False) -> KernelSpec:
     """Decode attention over `splits` runs of columns. Grid names: rows, splits."""
     return KernelSpec(
         name="qsa_attend_split",
@@ -136,14 +157,19 @@ def attend_split(g: Geometry, tiles: Tiles) -> KernelSpec:
             **attention_constants(g, tiles),
             "DOT": dot_type(g),
             "STAGES": tiles.stages,
+            "OVERLAP": overlap,
         },
         grid=lambda v: (v["rows"] * g.kv_heads, v["splits"]),
         warps=tiles.warps,
     )
 
 
-def merge_splits(g: Geometry, most_splits: int, interleaved_gate: bool = False) -> KernelSpec:
+def merge_splits(
+    g: Geometry, most_splits: int, interleaved_gate: bool = False, overlap: bool = False
+) -> KernelSpec:
     """Gated sum of up to `most_splits` partial outputs. Grid names: rows."""
+    splits = _power(most_splits, 2)
+    part = g.width if splits <= 16 else max(16, g.width // 4)
     return KernelSpec(
         name="qsa_merge",
         function=attention.merge_splits,
@@ -157,10 +183,12 @@ def merge_splits(g: Geometry, most_splits: int, interleaved_gate: bool = False) 
         constants={
             "HQ": g.heads,
             "D": g.width,
-            "SPLITS": _power(most_splits, 2),
+            "PART": part,
+            "SPLITS": splits,
             **_gate_constants(g, interleaved_gate),
+            "OVERLAP": overlap,
         },
-        grid=lambda v: (v["rows"], g.heads),
+        grid=lambda v: (v["rows"], g.heads * (g.width // part)),
         warps=4,
     )
 

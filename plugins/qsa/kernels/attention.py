@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Finite stand-in for minus infinity: the difference of two of them is 0, not NaN.
@@ -46,13 +47,17 @@ def _walk(
     # Kept per token lane and summed once at the end: no reduction across warps inside the loop.
     normalizer = tl.zeros((TOKENS, HEADS), tl.float32)
     total = tl.zeros((D, HEADS), tl.float32)
+    # Block ids run one tile ahead in registers: were they part of the pipeline, its in-order waits
+    # would hold back the tiles that are in flight.
+    ahead = first_column + lanes
+    block = tl.load(blocks + ahead // RATIO, mask=ahead // RATIO < kept, other=-1)
     for start in tl.range(first_column, last_column, TOKENS, num_stages=STAGES):
         column = start + lanes
-        entry = column // RATIO
-        block = tl.load(blocks + entry, mask=entry < kept, other=-1)
-        block = tl.where(entry == kept, visible, block)
+        block = tl.where(column // RATIO == kept, visible, block)
         token = block * RATIO + column % RATIO
         used = (block >= 0) & (token <= position) & (column < last_column)
+        ahead = (column + TOKENS) // RATIO
+        block = tl.load(blocks + ahead, mask=ahead < kept, other=-1)
         offset = tl.where(used, token, 0)[:, None].to(tl.int64) * D + dims[None, :]
         key = tl.load(keys + offset, mask=used[:, None], other=0.0).to(DOT)
         score = tl.dot(key, query) * scale
@@ -68,10 +73,30 @@ def _walk(
 
 
 @triton.jit
-def _halves(pair):
-    """The two e4m3 values in 16-bit words, as float16 (exact): low byte, high byte."""
-    low = (pair & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    high = ((pair >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def _halves(pair, DOT: tl.constexpr):
+    """The two e4m3 values in 16-bit words, as DOT (exact): low byte, high byte."""
+    if DOT == tl.float16:
+        # Two words at a time: gather the low and the high bytes, then convert both pairs.
+        low, high = tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 sorted;
+            .reg .b16 lows, highs;
+            prmt.b32 sorted, $2, $2, 0x3120;
+            mov.b32 {lows, highs}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lows;
+            cvt.rn.f16x2.e4m3x2 $1, highs;
+            }
+            """,
+            constraints="=r,=r,r",
+            args=[pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = (pair & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DOT)
+        high = ((pair >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DOT)
     return low, high
 
 
@@ -109,26 +134,30 @@ def _walk_fp8(
     normalizer = tl.zeros((TOKENS, HEADS), tl.float32)
     even_total = tl.zeros((HALF, HEADS), tl.float32)
     odd_total = tl.zeros((HALF, HEADS), tl.float32)
+    # Block ids run one tile ahead in registers: were they part of the pipeline, its in-order waits
+    # would hold back the tiles that are in flight.
+    ahead = first_column + lanes
+    block = tl.load(blocks + ahead // RATIO, mask=ahead // RATIO < kept, other=-1)
     for start in tl.range(first_column, last_column, TOKENS, num_stages=STAGES):
         column = start + lanes
-        entry = column // RATIO
-        block = tl.load(blocks + entry, mask=entry < kept, other=-1)
-        block = tl.where(entry == kept, visible, block)
+        block = tl.where(column // RATIO == kept, visible, block)
         token = block * RATIO + column % RATIO
         used = (block >= 0) & (token <= position) & (column < last_column)
+        ahead = (column + TOKENS) // RATIO
+        block = tl.load(blocks + ahead, mask=ahead < kept, other=-1)
         offset = tl.where(used, token, 0)[:, None].to(tl.int64) * HALF + pairs[None, :]
-        even, odd = _halves(tl.load(key_pairs + offset, mask=used[:, None], other=0))
-        score = tl.dot(even.to(DOT), even_query)
-        score = tl.dot(odd.to(DOT), odd_query, acc=score) * scale
+        even, odd = _halves(tl.load(key_pairs + offset, mask=used[:, None], other=0), DOT)
+        score = tl.dot(even, even_query)
+        score = tl.dot(odd, odd_query, acc=score) * scale
         score = tl.where(used[:, None], score, LOWEST)
         highest = tl.maximum(maximum, tl.max(score, axis=0))
         decay = tl.exp2(maximum - highest)
         weight = tl.where(used[:, None], tl.exp2(score - highest[None, :]), 0.0)
         normalizer = normalizer * decay[None, :] + weight
         value = tl.trans(tl.load(value_pairs + offset, mask=used[:, None], other=0))
-        even_value, odd_value = _halves(value)
-        even_total = tl.dot(even_value.to(DOT), weight.to(DOT), acc=even_total * decay[None, :])
-        odd_total = tl.dot(odd_value.to(DOT), weight.to(DOT), acc=odd_total * decay[None, :])
+        even_value, odd_value = _halves(value, DOT)
+        even_total = tl.dot(even_value, weight.to(DOT), acc=even_total * decay[None, :])
+        odd_total = tl.dot(odd_value, weight.to(DOT), acc=odd_total * decay[None, :])
         maximum = highest
     return even_total, odd_total, maximum, tl.sum(normalizer, axis=0)
 
@@ -216,6 +245,7 @@ def attend_split(
     FP8: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One split of one row and key head: partial output and base-2 log-sum-exp.
 
@@ -234,6 +264,8 @@ def attend_split(
     values = v_cache + cache_at
     mine = blocks + row.to(tl.int64) * K
     at = (split * rows + row).to(tl.int64) * HQ + kv_head * GROUP + heads
+    if OVERLAP:
+        gdc_launch_dependents()
     if FP8:
         even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
         odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
@@ -320,6 +352,70 @@ def attend_whole(
 
 
 @triton.jit
+def attend_once(
+    q,
+    k_cache,
+    v_cache,
+    blocks,
+    past,
+    new,
+    S,
+    C,
+    rows,
+    partial,
+    partial_lse,
+    K: tl.constexpr,
+    RATIO: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    DOT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """`attend_split` with one tile per split and no loop: the least latency for a few rows.
+
+    Grid (rows * HK, cdiv(K * RATIO + RATIO - 1, TOKENS)). With OVERLAP the next kernel may start
+    before this one has ended.
+    """
+    row = tl.program_id(0) // HK
+    kv_head = tl.program_id(0) % HK
+    split = tl.program_id(1)
+    GROUP: tl.constexpr = HQ // HK
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, D)
+    column = split * TOKENS + tl.arange(0, TOKENS)
+    entry = column // RATIO
+    # Read before anything is known about the row: the addresses do not depend on its position.
+    block = tl.load(blocks + row.to(tl.int64) * K + entry, mask=entry < K, other=-1)
+    slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
+    query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+    if OVERLAP:
+        gdc_launch_dependents()
+    block = tl.where(entry < kept, block, tl.where(entry == kept, visible, -1))
+    token = block * RATIO + column % RATIO
+    used = (block >= 0) & (token <= position)
+    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
+    offset = tl.where(used, token, 0)[:, None].to(tl.int64) * D + dims[None, :]
+    key = tl.load(k_cache + cache_at + offset, mask=used[:, None], other=0.0).to(DOT)
+    value = tl.load(v_cache + cache_at + offset, mask=used[:, None], other=0.0).to(DOT)
+    score = tl.dot(key, query) * (SCALE * LOG2_E)
+    score = tl.where(used[:, None], score, LOWEST)
+    maximum = tl.max(score, axis=0)
+    weight = tl.where(used[:, None], tl.exp2(score - maximum[None, :]), 0.0)
+    normalizer = tl.sum(weight, axis=0)
+    total = tl.dot(tl.trans(value), weight.to(DOT))
+    safe = tl.where(normalizer > 0, normalizer, 1.0)
+    at = (split * rows + row).to(tl.int64) * HQ + kv_head * GROUP + heads
+    _store_partial(partial, at, total, V_SCALE / safe, 0, 1, GROUP, D, HEADS)
+    lse = tl.where(normalizer > 0, maximum + tl.log2(safe), LOWEST)
+    tl.store(partial_lse + at, lse, mask=heads < GROUP)
+
+
+@triton.jit
 def merge_splits(
     partial,
     partial_lse,
@@ -329,22 +425,27 @@ def merge_splits(
     out,
     HQ: tl.constexpr,
     D: tl.constexpr,
+    PART: tl.constexpr,
     SPLITS: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
     GATE_OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Weighted sum of the splits of one row and head, gated. Grid (rows, HQ).
+    """Weighted sum of the splits of one row and head, gated. Grid (rows, HQ * D / PART).
 
-    SPLITS: power of two, at least `splits`. gate and out as in `attend_whole`.
+    SPLITS: power of two, at least `splits`. gate and out as in `attend_whole`. With OVERLAP the
+    kernel may have been started before its predecessor ended.
     """
-    at = tl.program_id(0).to(tl.int64) * HQ + tl.program_id(1)
-    dims = tl.arange(0, D)
+    at = tl.program_id(0).to(tl.int64) * HQ + tl.program_id(1) // (D // PART)
+    dims = tl.program_id(1) % (D // PART) * PART + tl.arange(0, PART)
+    opened = tl.load(gate + at * GATE_STRIDE + GATE_OFFSET + dims)
     split = tl.arange(0, SPLITS)
     there = split < splits
     part = split.to(tl.int64) * rows * HQ + at
+    if OVERLAP:
+        gdc_wait()
     lse = tl.load(partial_lse + part, mask=there, other=LOWEST)
     value = tl.load(partial + part[:, None] * D + dims[None, :], mask=there[:, None], other=0.0)
-    opened = tl.load(gate + at * GATE_STRIDE + GATE_OFFSET + dims)
     # A row without any token has LOWEST everywhere: equal weights on zeros give zeros.
     weight = tl.exp2(lse - tl.max(lse, axis=0))
     result = tl.sum(value * weight[:, None], axis=0) / tl.sum(weight, axis=0)

@@ -162,14 +162,16 @@ def attend_tile(
 
     union = tl.load(counts + place) * RATIO
     list_ = entries + place.to(tl.int64) * ROWS * K
+    # Entries run one tile ahead in registers, see `attention._walk`.
+    word = tl.load(list_ + lanes // RATIO, mask=lanes < union, other=0)
     for start in tl.range(0, union, TOKENS, num_stages=STAGES):
-        column = start + lanes
-        word = tl.load(list_ + column // RATIO, mask=column < union, other=0)
-        token = (word >> ROWS) * RATIO + column % RATIO
+        used = ((word[None, :] >> row[:, None]) & 1) != 0
+        token = (word >> ROWS) * RATIO + lanes % RATIO
+        ahead = start + TOKENS + lanes
+        word = tl.load(list_ + ahead // RATIO, mask=ahead < union, other=0)
         offset = token[:, None].to(tl.int64) * D + dims[None, :]
         key = tl.load(keys + offset).to(DOT)
         score = tl.dot(query, tl.trans(key)) * scale
-        used = ((word[None, :] >> row[:, None]) & 1) != 0
         value = tl.load(values + offset).to(DOT)
         total, maximum, normalizer = _fold(score, used, DOT, value, total, maximum, normalizer)
 

@@ -14,46 +14,89 @@ import triton.language as tl
 
 
 @triton.jit
-def _best(bits, K: tl.constexpr):
-    """Which of `bits` (int32, -1 = not there) are the K largest, and the rank of each among them.
+def _popcount(x):
+    """Number of set bits of uint32 values."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
 
-    Earlier elements win among equals. Returns (chosen, rank, number chosen).
+
+@triton.jit
+def _threshold(bits, K: tl.constexpr, N: tl.constexpr):
+    """The K-th largest of `bits` [N / 32, 32] (-1 = not there), or less when fewer are there.
+
+    Below the result lies nothing of the K largest; above it lie fewer than K or exactly those.
     """
-    there = tl.sum((bits >= 0).to(tl.int32), axis=0)
-    # Invariant: at least K elements are >= low (low_count of them), fewer than K are >= high.
-    low = tl.min(tl.where(bits >= 0, bits, 0x7FFFFFFF), axis=0)
-    high = tl.max(bits, axis=0) + 1
-    low_count = there
+    # K groups of every K-th element: each holds one element that is at least the least of the
+    # groups' maxima, so the K-th largest is not below it.
+    groups = tl.reshape(bits, (N // K, K // 32, 32)) if K >= 32 else tl.reshape(bits, (N // K, K))
+    low = tl.maximum(tl.min(tl.max(groups, axis=0)), 0)
+    high = tl.max(bits) + 1
+    low_count = tl.sum((bits >= low).to(tl.int32))
     while (low_count > K) & (high - low > 1):
         middle = low + (high - low) // 2
-        count = tl.sum((bits >= middle).to(tl.int32), axis=0)
+        count = tl.sum((bits >= middle).to(tl.int32))
         enough = count >= K
         low = tl.where(enough, middle, low)
         low_count = tl.where(enough, count, low_count)
         high = tl.where(enough, high, middle)
-    above = ((bits > low) & (bits >= 0)).to(tl.int32)
-    equal = ((bits == low) & (bits >= 0)).to(tl.int32)
-    # Both running counts in one scan: `above` never exceeds K, `equal` never the chunk.
-    packed = above * 65536 + equal
-    before = tl.cumsum(packed, axis=0) - packed
-    wanted = K - tl.sum(above, axis=0)
-    equal_before = before % 65536
-    chosen = (above > 0) | ((equal > 0) & (equal_before < wanted))
-    rank = before // 65536 + tl.minimum(equal_before, wanted)
-    return chosen, rank, tl.minimum(there, K)
+    return low
+
+
+@triton.jit
+def _choose(bits, K: tl.constexpr, N: tl.constexpr):
+    """The K largest of `bits` [N / 32, 32] as one bit each.
+
+    Returns the words (uint32 [N / 32]), the number of chosen bits before each, and in all.
+    """
+    low = _threshold(bits, K, N)
+    lane = tl.arange(0, 32)[None, :].to(tl.uint32)
+    one = (lane * 0 + 1) << lane
+    zero = lane * 0
+    above = tl.sum(tl.where(bits > low, one, zero), axis=1)
+    equal = tl.sum(tl.where((bits == low), one, zero), axis=1)
+    wanted = K - tl.sum(_popcount(above))
+    in_word = _popcount(equal)
+    missing = wanted - (tl.cumsum(in_word, axis=0) - in_word)
+    # Where a word holds more equal bits than are missing, its highest ones go.
+    surplus = tl.minimum(in_word, tl.maximum(in_word - missing, 0))
+    for _ in range(tl.max(surplus)):
+        highest = equal
+        highest |= highest >> 1
+        highest |= highest >> 2
+        highest |= highest >> 4
+        highest |= highest >> 8
+        highest |= highest >> 16
+        highest = highest ^ (highest >> 1)
+        equal = tl.where(surplus > 0, equal ^ highest, equal)
+        surplus -= 1
+    chosen = above | equal
+    count = _popcount(chosen)
+    before = tl.cumsum(count, axis=0) - count
+    return chosen, count, before
 
 
 @triton.jit
 def _row_bits(scores, past, new, row, chunk, S, NB, RATIO: tl.constexpr, CHUNK: tl.constexpr):
+    """Block ids and score bits [CHUNK / 32, 32] of a chunk; -1 for blocks that are not visible."""
     slot = row // S
     step = row % S
     position = tl.where(step < tl.load(new + slot), tl.load(past + slot) + step, -1)
     visible = tl.minimum((position + 1) // RATIO, NB)
-    block = chunk * CHUNK + tl.arange(0, CHUNK)
+    word = tl.arange(0, CHUNK // 32)
+    block = chunk * CHUNK + word[:, None] * 32 + tl.arange(0, 32)[None, :]
     score = tl.load(scores + row.to(tl.int64) * NB + block, mask=block < visible, other=0.0)
     # The sign bit only ever comes from a negative zero.
     bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return block, tl.where(block < visible, bits, -1)
+    return tl.where(block < visible, bits, -1)
+
+
+@triton.jit
+def _pop(word):
+    """Index of the lowest set bit of uint32 words, and the words without it."""
+    rest = word & (word - 1)
+    return _popcount((word ^ rest) - 1), rest
 
 
 @triton.jit
@@ -68,14 +111,22 @@ def select_row(
     RATIO: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Top K of a row of at most CHUNK blocks. Grid (rows,). scores [B, S, NB]; ids [B, S, K]."""
+    """Top K of a row of at most CHUNK blocks. Grid (rows,). scores [B, S, NB]; ids [B, S, K].
+
+    K is a power of two, CHUNK one of at least K and 32.
+    """
     row = tl.program_id(0)
-    block, bits = _row_bits(scores, past, new, row, 0, S, NB, RATIO, CHUNK)
-    chosen, rank, count = _best(bits, K)
+    bits = _row_bits(scores, past, new, row, 0, S, NB, RATIO, CHUNK)
+    word, count, place = _choose(bits, K, CHUNK)
+    first = tl.arange(0, CHUNK // 32) * 32
     out = ids + row.to(tl.int64) * K
-    tl.store(out + rank, block, mask=chosen)
+    for _ in range(tl.max(count)):
+        bit, rest = _pop(word)
+        tl.store(out + place, first + bit, mask=word != 0)
+        place += 1
+        word = rest
     lane = tl.arange(0, K)
-    tl.store(out + lane, -1, mask=lane >= count)
+    tl.store(out + lane, -1, mask=lane >= tl.sum(count))
 
 
 @triton.jit
@@ -95,14 +146,24 @@ def select_chunk(
     """Top K of one chunk of a row. Grid (rows, chunks). Outputs int32 [B, S, chunks, K]."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    block, bits = _row_bits(scores, past, new, row, chunk, S, NB, RATIO, CHUNK)
-    chosen, rank, count = _best(bits, K)
+    bits = _row_bits(scores, past, new, row, chunk, S, NB, RATIO, CHUNK)
+    word, count, place = _choose(bits, K, CHUNK)
+    first = chunk * CHUNK + tl.arange(0, CHUNK // 32) * 32
     at = (row.to(tl.int64) * chunks + chunk) * K
-    tl.store(candidate_ids + at + rank, block, mask=chosen)
-    tl.store(candidate_bits + at + rank, bits, mask=chosen)
+    mine = scores + row.to(tl.int64) * NB
+    for _ in range(tl.max(count)):
+        bit, rest = _pop(word)
+        score = tl.load(mine + first + bit, mask=word != 0, other=0.0)
+        tl.store(candidate_ids + at + place, first + bit, mask=word != 0)
+        tl.store(
+            candidate_bits + at + place,
+            score.to(tl.int32, bitcast=True) & 0x7FFFFFFF,
+            mask=word != 0,
+        )
+        place += 1
+        word = rest
     lane = tl.arange(0, K)
-    tl.store(candidate_ids + at + lane, -1, mask=lane >= count)
-    tl.store(candidate_bits + at + lane, -1, mask=lane >= count)
+    tl.store(candidate_bits + at + lane, -1, mask=lane >= tl.sum(count))
 
 
 @triton.jit
@@ -116,12 +177,17 @@ def select_among(
 ):
     """Top K of the chunks' winners. Grid (rows,). width = chunks * K <= WIDTH, a power of two."""
     row = tl.program_id(0)
-    lanes = tl.arange(0, WIDTH)
-    at = row.to(tl.int64) * width + lanes
-    bits = tl.load(candidate_bits + at, mask=lanes < width, other=-1)
-    block = tl.load(candidate_ids + at, mask=lanes < width, other=-1)
-    chosen, rank, count = _best(bits, K)
+    at = row.to(tl.int64) * width
+    first = tl.arange(0, WIDTH // 32) * 32
+    lanes = first[:, None] + tl.arange(0, 32)[None, :]
+    bits = tl.load(candidate_bits + at + lanes, mask=lanes < width, other=-1)
+    word, count, place = _choose(bits, K, WIDTH)
     out = ids + row.to(tl.int64) * K
-    tl.store(out + rank, block, mask=chosen)
+    for _ in range(tl.max(count)):
+        bit, rest = _pop(word)
+        block = tl.load(candidate_ids + at + first + bit, mask=word != 0, other=-1)
+        tl.store(out + place, block, mask=word != 0)
+        place += 1
+        word = rest
     lane = tl.arange(0, K)
-    tl.store(out + lane, -1, mask=lane >= count)
+    tl.store(out + lane, -1, mask=lane >= tl.sum(count))
