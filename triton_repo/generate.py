@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from google.protobuf import text_format
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from tritonclient.grpc import model_config_pb2
 
 from plugins.support.atomic import atomic_directory
@@ -47,16 +50,16 @@ TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"
 HEADER = "# Written by `build-engine repo`; write it again instead of editing this file.\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class RepositoryOptions:
     """What can be chosen for a repository; the parameter classes explain each one."""
 
     decoupled: bool = True
-    max_batch_size: int | None = None
-    max_context: int | None = None
+    max_batch_size: int | None = Field(default=None, ge=1)
+    max_context: int | None = Field(default=None, ge=1)
     executor: Literal["auto", "interpreter", "tensorrt"] = "auto"
     device: str = "auto"
-    max_queue: int = 1024
+    max_queue: int = Field(default=1024, ge=1)
     exclude_input_in_output: bool = False
     request_defaults: Mapping[str, Any] = field(default_factory=dict)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +71,36 @@ class RepositoryOptions:
     max_media_bytes: int = 32 << 20
 
 
-@dataclass(frozen=True)
+def parse_options(settings: Iterable[str]) -> RepositoryOptions:
+    """Options from `name=value` texts; a value is JSON, or text as it stands.
+
+    Raises UsageError naming the setting that is unknown or has a value of the wrong type.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise UsageError("a setting has no value", expected="name=value", found=setting)
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    try:
+        return TypeAdapter(RepositoryOptions).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        known = [f.name for f in fields(RepositoryOptions)]
+        unknown = name not in known
+        raise UsageError(
+            "unknown setting" if unknown else "the value of a setting is not valid",
+            where=name,
+            expected=", ".join(known) if unknown else first["msg"],
+            found=None if unknown else repr(first["input"]),
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Facts:
     """What the configs are filled with."""
 
@@ -146,8 +178,6 @@ def write_repository(
             expected=f"at most {facts.vocab_size}",
             found=str(facts.tokenizer.vocab_size),
         )
-    if facts.max_batch_size < 1:
-        raise UsageError("the batch size is too small", expected=">= 1")
     repository_id = secrets.token_hex(8)
     with atomic_directory(repo_dir, "model repository") as work:
         for name, config in _configs(facts, engine_dir, repo_dir, repository_id).items():
@@ -213,8 +243,8 @@ def _configs(
         "vocab_size": facts.vocab_size,
         "threads": cores,
     }
-    fields = request_fields(facts.echo)
-    public_inputs = [Tensor(f.name, f.dtype, f.dims, optional=True) for f in fields]
+    requests = request_fields(facts.echo)
+    public_inputs = [Tensor(f.name, f.dtype, f.dims, optional=True) for f in requests]
     configs = {name: read_template(name) for name in MODELS}
     for name, config in configs.items():
         config.max_batch_size = facts.max_batch_size
@@ -226,7 +256,7 @@ def _configs(
         pre,
         [
             Tensor(f.preprocessing, f.dtype, f.dims, optional=True)
-            for f in fields
+            for f in requests
             if f.preprocessing is not None
         ],
     )
@@ -260,11 +290,10 @@ def _configs(
 
 def _add_steps(config: Any, echo: bool) -> None:
     """The three steps of the ensemble; internal tensors begin with an underscore."""
-    fields = request_fields(echo)
     pre = config.ensemble_scheduling.step.add(model_name="preprocessing", model_version=-1)
     llm = config.ensemble_scheduling.step.add(model_name="tensorrt_llm", model_version=-1)
     post = config.ensemble_scheduling.step.add(model_name="postprocessing", model_version=-1)
-    for request_field in fields:
+    for request_field in request_fields(echo):
         if request_field.preprocessing is not None:
             pre.input_map[request_field.preprocessing] = request_field.name
         if request_field.tensorrt_llm is not None:

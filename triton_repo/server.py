@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import requests
 
@@ -34,6 +35,8 @@ READY_POLL_S = 0.05
 SERVER_EXIT_TIMEOUT_S = 2
 UNLOAD_TIMEOUT_S = 5.0
 _KEY_HEADER = "launcher-key"
+# The first request may have to wait for kernels to be compiled.
+PROBE_TIMEOUT_S = 300.0
 LOG_TAIL_LINES = 15
 _PR_SET_PDEATHSIG = 1
 _LOAD_FAILURE = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
@@ -256,6 +259,28 @@ class TritonServer:
         )
 
 
+def probe(server: TritonServer) -> None:
+    """Ask for one token; readiness of a server says nothing about the processes of its models.
+
+    Raises InputError with the answer when it is not one.
+    """
+    url = f"{server.http_url}/v2/models/tensorrt_llm_bls/generate"
+    body: dict[str, Any] = {"input_ids": [0], "max_tokens": 1}
+    try:
+        answer = requests.post(url, json=body, timeout=PROBE_TIMEOUT_S)
+        right = answer.status_code == 200 and "finish_reason" in answer.json()
+        found = answer.text[:300]
+    except (requests.RequestException, ValueError) as error:
+        right, found = False, type(error).__name__
+    if not right:
+        raise InputError(
+            "the server is up, but its models do not answer",
+            where=str(server.repository),
+            expected="one token",
+            found=found,
+        )
+
+
 @contextmanager
 def running(
     repository: Path,
@@ -285,7 +310,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     ports: Ports | None = None,
-    probe: Probe | None = None,
+    probe: Probe | None = probe,
     log_file: Path | None = None,
     ready_timeout_s: float = 300.0,
     on_ready: Callable[[TritonServer], None] | None = None,
@@ -297,16 +322,18 @@ def serve(
     when the server ends on its own.
     """
     server = TritonServer(repository, host, ports or Ports(), log_file, grace_s)
-    asked_to_stop = threading.Event()
+    ready, asked_to_stop = threading.Event(), threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if asked_to_stop.is_set() or not server.alive():
+        # While the server starts, and when somebody insists, there is nothing to wait for.
+        if asked_to_stop.is_set() or not ready.is_set():
             raise KeyboardInterrupt
         asked_to_stop.set()
 
     previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.start(ready_timeout_s, probe)
+        ready.set()
         if on_ready is not None:
             on_ready(server)
         while not asked_to_stop.wait(0.5):
