@@ -7,7 +7,7 @@ from typing import Literal
 
 from plugins.support.errors import InputError
 
-Phase = Literal["context", "generation", "audio"]
+Phase = Literal["context", "generation", "audio", "draft"]
 InputKind = Literal["token", "host", "cache", "state"]
 Dims = tuple[int, ...]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from converters import qwen38, voxtral
+from converters import dots3, qwen38, voxtral
 from converters.checkpoint.config import CONFIG_FILE, CheckpointConfig, read_config
 from converters.checkpoint.json_files import read_json_object
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import Family
 from plugins.support.errors import InputError
 
-_ALL: tuple[Family, ...] = (qwen38.FAMILY, voxtral.FAMILY)
+_ALL: tuple[Family, ...] = (qwen38.FAMILY, dots3.FAMILY, voxtral.FAMILY)
 # Hugging Face `model_type` -> family.
 FAMILIES: dict[str, Family] = {kind: family for family in _ALL for kind in family.model_types}
 

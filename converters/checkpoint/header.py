@@ -49,6 +49,21 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     Raises InputError for a header that is truncated, oversized, not JSON, or that describes
     tensors which do not cover the data exactly once.
     """
+    header, start, size = _read_json(path)
+    header.pop("__metadata__", None)
+    entries = {name: _entry(name, value, path, start) for name, value in header.items()}
+    _check_cover(entries.values(), start, size, str(path))
+    return entries
+
+
+def read_metadata(path: Path) -> Mapping[str, Any]:
+    """The free-form metadata of one file; empty when it has none. Raises as `read_header`."""
+    metadata = _read_json(path)[0].get("__metadata__", {})
+    return metadata if isinstance(metadata, Mapping) else {}
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, where the data starts, and the size of the file."""
     where = str(path)
     try:
         size = path.stat().st_size
@@ -72,12 +87,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             where=where,
             found=error.strerror or str(error),
         ) from error
-    header = parse_json_object(text, where, "safetensors header")
-    header.pop("__metadata__", None)
-    start = 8 + length
-    entries = {name: _entry(name, value, path, start) for name, value in header.items()}
-    _check_cover(entries.values(), start, size, where)
-    return entries
+    return parse_json_object(text, where, "safetensors header"), 8 + length, size
 
 
 def _entry(name: str, value: Any, path: Path, start: int) -> TensorEntry:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from converters.layers.linear import linear, stored_weight, swiglu
-from converters.layers.stored import stored_matrix
+from converters.layers.stored import gathered_matrices, stored_matrix
 from plugins.support.dtypes import dtype
 from plugins.trt.network import Dim, Network
 from plugins.trt.types import Tensor
@@ -47,16 +47,21 @@ class Experts:
     hidden: int
     intermediate: int
 
-    def gate_up(self, net: Network, kind: str) -> Tensor:
-        """[E, 2I, H]."""
-        shape = (self.count, 2 * self.intermediate, self.hidden)
-        return stored_matrix(net, f"{self.name}.gate_up", shape, kind)
+    def gate_up(self, net: Network, kind: str, ids: Tensor | None = None) -> Tensor:
+        """[E, 2I, H], or [N, K, 2I, H] of the ids [N, K]."""
+        return self._matrices(net, "gate_up", 2 * self.intermediate, self.hidden, kind, ids)
 
-    def down(self, net: Network, kind: str) -> Tensor:
-        """[E, H, I]."""
-        return stored_matrix(
-            net, f"{self.name}.down", (self.count, self.hidden, self.intermediate), kind
-        )
+    def down(self, net: Network, kind: str, ids: Tensor | None = None) -> Tensor:
+        """[E, H, I], or [N, K, H, I] of the ids [N, K]."""
+        return self._matrices(net, "down", self.hidden, self.intermediate, kind, ids)
+
+    def _matrices(
+        self, net: Network, part: str, rows: int, columns: int, kind: str, ids: Tensor | None
+    ) -> Tensor:
+        name, shape = f"{self.name}.{part}", (self.count, rows, columns)
+        if ids is None:
+            return stored_matrix(net, name, shape, kind)
+        return gathered_matrices(net, name, shape, kind, ids)
 
 
 def softmax_router(
@@ -142,9 +147,9 @@ def gather_experts(
     """The sum of `run_experts` by reading the matrices of every chosen expert once per token."""
     kind = net.dtype(x)
     row = net.unsqueeze(x, [1, 2])
-    both = net.matmul(row, net.gather(experts.gate_up(net, kind), ids, 0), transpose_b=True)
+    both = net.matmul(row, experts.gate_up(net, kind, ids), transpose_b=True)
     hidden = _activate(net, both, experts.intermediate)
-    out = net.matmul(hidden, net.gather(experts.down(net, kind), ids, 0), transpose_b=True)
+    out = net.matmul(hidden, experts.down(net, kind, ids), transpose_b=True)
     factor = net.unsqueeze(net.cast(weights, "float32"), [2])
     weighted = net.mul(net.cast(net.squeeze(out, [2]), "float32"), factor)
     return net.reduce_sum(weighted, axes=[1], keepdims=False)

@@ -27,8 +27,8 @@ class RotaryTable:
         self._net = net
         self._rotary_dim = rotary_dim
         self._dtype = dtype
-        self._cos = net.literal(angles.cos(), f"rotary.{rotary_dim}.cos")
-        self._sin = net.literal(angles.sin(), f"rotary.{rotary_dim}.sin")
+        self._cos = net.literal(angles.cos(), f"rotary.{rotary_dim}.{theta:g}.cos")
+        self._sin = net.literal(angles.sin(), f"rotary.{rotary_dim}.{theta:g}.sin")
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [B, S, rotary_dim / 2], of int32 positions [B, S] below `rows`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from converters.checkpoint.config import CheckpointConfig
 from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
+from converters.layers.conv import last_rows
 from plugins.support.errors import InputError
 from plugins.trt.network import Dim, Network
 from plugins.trt.types import Tensor
@@ -20,7 +21,7 @@ class TextEngine:
     Args:
         net: network without inputs.
         config: of the checkpoint.
-        phase: "context" takes any number of tokens per slot, "generation" a fixed few.
+        phase: "context" and "draft" take any number of tokens per slot, "generation" a fixed few.
         limits: sizes.
         least_span: fewest cache rows that the context engine's attention can look at.
 
@@ -35,6 +36,8 @@ class TextEngine:
         positions: int32 [B, S], past + index, padding included.
         queries: int32 [B, S], position of real tokens, -1 for padding.
         active: bool [B], false for padding slots.
+        rejected: int32 [B], draft tokens of the call before that were not accepted; None where
+            the engines verify no drafts.
         token_row: int32 [B], first cache row to write; behind all visible ones for padding slots.
 
     Raises InputError for a sequence length that the model was not trained for.
@@ -57,20 +60,28 @@ class TextEngine:
                 found=str(limits.max_seq_len),
             )
         self.net, self.limits, self.dtype = net, limits, config.dtype
-        self.context = phase == "context"
+        self.context = phase != "generation"
         self.kinds: dict[str, InputKind] = {}
         self.profile: dict[str, tuple[Dims, Dims, Dims]] = {}
 
         step = limits.step_tokens
         self.tokens = -1 if self.context else step
-        chunks = ((TOKEN_BLOCK,), (limits.chunk_size,), (limits.chunk_size,))
+        # A draft step adds a single token to every slot.
+        fewest = 1 if phase == "draft" else TOKEN_BLOCK
+        chunks = ((fewest,), (limits.chunk_size,), (limits.chunk_size,))
+        self._fewest = fewest
         ids_range = chunks if self.context else ((step,),) * 3
         logits_range = ((1,), (1,), (limits.max_logits_tokens,)) if self.context else ids_range
         self.ids = self.input("input_ids", "token", "int32", (self.tokens,), ids_range)
         self.past = self.input("past_lengths", "token", "int32")
         self.new = self.input("new_lengths", "token", "int32")
         self.wanted = self.input("logits_positions", "token", "int32", (self.tokens,), logits_range)
-        self.span = self._attention_span(least_span) if self.context else limits.cache_rows
+        self.span: Dim = limits.cache_rows
+        if phase == "context":
+            self.span = self._attention_span(least_span)
+        self.rejected: Tensor | None = None
+        if limits.max_draft_len:
+            self.rejected = self.input("rejected_lengths", "token", "int32")
 
         self.batch, self.count = net.dim(self.ids, 0), net.dim(self.ids, 1)
         index = net.unsqueeze(net.iota(self.count), [0])
@@ -112,7 +123,7 @@ class TextEngine:
         if not self.context:
             return self.input(name, "host", self.dtype, (self.tokens, width))
         most = self.limits.chunk_size
-        ranges = ((TOKEN_BLOCK, width), (most, width), (most, width))
+        ranges = ((self._fewest, width), (most, width), (most, width))
         return self.input(name, "host", self.dtype, (-1, width), ranges)
 
     def state(self, name: str, dtype: str, dims: Dims) -> Tensor:
@@ -132,6 +143,40 @@ class TextEngine:
         length = self.limits.cache_rows if rows is None else rows
         cache = self.input(name, "cache", self.dtype, (heads, length, width))
         return self.net.kv_cache_update(cache, update, row)
+
+    def window(self, name: str, rows: Tensor, window: int) -> Tensor:
+        """The rows that this call's queries see in a sliding window, [B, W - 1 + S, D].
+
+        The W - 1 rows before the call are carried as the state of that name. Where drafts are
+        verified it holds max_draft_len rows more: the newest `rejected` of them belong to tokens
+        that were not accepted and are passed over.
+
+        Args:
+            rows: [B, S, D] of this call.
+            window: W, tokens a query sees, itself included.
+
+        Row j is the token at position past - (W - 1) + j; before position 0 its value is
+        arbitrary and must be masked.
+        """
+        net, extra = self.net, self.limits.max_draft_len
+        width, past = net.shape(rows)[2], window - 1
+        state = self.state(name, self.dtype, (past + extra, width))
+        kept = state
+        if self.rejected is not None:
+            first = net.unsqueeze(net.sub(extra, self.rejected), [1])
+            index = net.add(first, net.unsqueeze(net.iota(past), [0]))
+            kept = net.gather(state, index, axis=1, elementwise_dims=1)
+        joined = net.concat([kept, rows], 1)
+        if not extra:
+            self.next_state(name, last_rows(net, joined, self.new, past))
+            return joined
+        # The newest rows of the joined ones; more of them than there are need no value.
+        first = net.unsqueeze(net.sub(self.new, extra), [1])
+        index = net.add(first, net.unsqueeze(net.iota(past + extra), [0]))
+        newest = net.gather(joined, net.maximum(index, 0), axis=1, elementwise_dims=1)
+        active = net.unsqueeze(self.active, [1, 2])
+        self.next_state(name, net.select(active, newest, state))
+        return joined
 
     def visible(self, cache: Tensor) -> Tensor:
         """The cache rows that attention looks at, [B, heads, span, D]."""

@@ -1,0 +1,54 @@
+"""Dots3 NOTE (`dots3_note`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint.config import CheckpointConfig, ComputeDType
+from converters.checkpoint.source import SourceCheckpoint
+from converters.dots3 import config as _config
+from converters.dots3 import weights as _weights
+from converters.dots3.config import Dots3CheckpointConfig
+from converters.family import TensorPlan
+
+if TYPE_CHECKING:
+    from converters.definition import Definition, EngineLimits, Phase
+    from plugins.trt.network import Network
+
+
+class Dots3:
+    """The family as `converters.family.Family` describes it."""
+
+    name: str = "dots3"
+    model_types: tuple[str, ...] = _config.MODEL_TYPES
+    config_class: type[CheckpointConfig] = Dots3CheckpointConfig
+
+    def plan_config(self, source: SourceCheckpoint, dtype: ComputeDType) -> CheckpointConfig:
+        """See `converters.dots3.config.plan_config`."""
+        return _config.plan_config(source, dtype)
+
+    def plan_tensors(self, source: SourceCheckpoint, config: CheckpointConfig) -> TensorPlan:
+        """See `converters.dots3.weights.plan_tensors`."""
+        return _weights.plan_tensors(source, _own(config))
+
+    def define(
+        self, net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits
+    ) -> Definition:
+        """See `converters.dots3.network.define`."""
+        # Conversion needs no TensorRT, so the network is imported only where one is built.
+        from converters.dots3.network import define
+
+        return define(net, _own(config), phase, limits)
+
+    def host_inputs(self, config: CheckpointConfig) -> list[dict[str, Any]]:
+        """None: everything this model reads is in the engine."""
+        return []
+
+
+def _own(config: CheckpointConfig) -> Dots3CheckpointConfig:
+    if not isinstance(config, Dots3CheckpointConfig):
+        raise TypeError(f"not a Dots3 configuration: {type(config).__name__}")
+    return config
+
+
+FAMILY = Dots3()
