@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from plugins.support.dtypes import BY_NAME
 from plugins.support.errors import InputError
+from plugins.trt.types import FLOAT4, readable_as, stored_form
 from runtime.cache_plan import CachePlan
 from runtime.identity import WeightsIdentity, check_identity, read_header
 
@@ -70,7 +71,7 @@ class TensorSpec(_Model):
 
     @model_validator(mode="after")
     def _known_dtype(self) -> TensorSpec:
-        if self.dtype not in BY_NAME:
+        if self.dtype not in BY_NAME and self.dtype != FLOAT4:
             raise ValueError(f"{self.name}: unknown dtype {self.dtype}")
         return self
 
@@ -351,8 +352,9 @@ def _check_bound_tensors(config: EngineConfig, path: Path, fix: str) -> None:
     for spec in bound:
         tensor = stored.get(spec.name)
         found = f"{tensor.dtype} {list(tensor.shape)}" if tensor else "no such tensor"
-        expected = f"{spec.dtype} {list(spec.shape)}"
-        if found != expected:
+        dtype, shape = stored_form(spec.dtype, spec.shape)
+        expected = f"{dtype} {list(shape)}"
+        if not tensor or not readable_as(tensor.dtype, dtype) or tuple(tensor.shape) != shape:
             raise InputError(
                 "the engine binds a weight that the weights file does not have",
                 where=f"{path}: {spec.name}",

@@ -15,6 +15,7 @@ import torch
 
 from plugins.support.dtypes import BY_TORCH
 from plugins.support.errors import CapabilityError, InputError
+from plugins.trt.types import stored_form
 from runtime.interpreter.kinds import KINDS, SHAPE_OPERANDS, VIEWS, PluginOp
 from runtime.interpreter.kinds.quantization import FLOAT4, unpack_float4
 from runtime.interpreter.plan import Plan, Preparation, Registers, Site, resolve, torch_dtype
@@ -85,11 +86,11 @@ class Interpreter:
 
     def _weight(self, name: str, key: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         info = self.program.tensors[name]
-        shape = info.shape
-        dtype = torch_dtype(info.dtype)
-        if info.dtype == FLOAT4:
-            shape = (*shape[:-1], shape[-1] // 2)
+        stored, shape = stored_form(info.dtype, info.shape)
+        dtype = torch_dtype(stored)
         value = weights.get(key)
+        if value is not None and stored == "uint8" and value.dtype == torch.float8_e4m3fn:
+            value = value.view(torch.uint8)
         if value is None:
             raise InputError(
                 "a weight of the program is missing",

@@ -22,12 +22,14 @@ def evaluate(
     weights: Mapping[str, Tensor] | None = None,
     *,
     dynamic: Mapping[str, Sequence[int]] | None = None,
+    targets: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
     """Run `build(net, **tensors)`, which returns its outputs by name.
 
     Args:
         inputs: values; all dimensions static but those in `dynamic` (input name -> axes).
         weights: checkpoint tensors.
+        targets: compute capabilities that the network is for.
     """
     net = Network(load_backend(), source=TensorSource(weights or {}), policy=WeightPolicy("inputs"))
     tensors = {}

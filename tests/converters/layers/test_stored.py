@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from converters.layers.linear import linear
-from converters.layers.stored import stored_matrix
+from converters.layers.stored import gathered_matrices, stored_matrix
 from plugins.support.errors import BuildError, InputError
 from tests.converters.layers.evaluate import evaluate
 
@@ -18,13 +18,24 @@ VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def _decoded(weights: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The network's values of "w", float32."""
-    x = torch.zeros(1)
+    """The network's values of "w", float32, by layers, by tables, and of gathered matrices."""
+    ids = torch.tensor([[2, 0], [1, 2], [0, 0]]).int()
 
-    def build(net, x):
-        return {"values": stored_matrix(net, "w", shape, "float32")}
+    def build(net, ids):
+        out = {"values": stored_matrix(net, "w", shape, "float32")}
+        if len(shape) == 3:
+            out["some"] = gathered_matrices(net, "w", shape, "float32", ids)
+        return out
 
-    return evaluate(build, {"x": x}, weights)["values"]
+    results = [
+        evaluate(build, {"ids": ids}, weights, dynamic={"ids": (0,)}, targets=(target,))
+        for target in ("12.0", "8.0")
+    ]
+    for result in results:
+        assert torch.equal(result["values"], results[0]["values"])
+        if "some" in result:
+            assert torch.equal(result["some"], results[0]["values"][ids.long()])
+    return results[0]["values"]
 
 
 def _codes(*shape: int) -> Tensor:

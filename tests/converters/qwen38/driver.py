@@ -29,21 +29,14 @@ def defined(
     phase: Phase,
     limits: EngineLimits,
     policy: WeightPolicy | None = None,
+    targets: Sequence[str] | None = None,
 ) -> tuple[Network, Definition]:
     """A defined network."""
+    backend = load_backend()
     net = Network(
-        load_backend(), source=TensorSource(weights), policy=policy or WeightPolicy("auto")
+        backend, backend.capability(targets), TensorSource(weights), policy or WeightPolicy("auto")
     )
     return net, define(net, config, phase, limits)
-
-
-@dataclass
-class Piece:
-    """What one slot does in one call: some tokens, or nothing at all."""
-
-    tokens: Sequence[int] = ()
-    # Every tap and the logits of these tokens are returned.
-    padded_to: int = 0
 
 
 @dataclass
@@ -64,11 +57,14 @@ class Driver:
     history: list[list[int]] = field(default_factory=list)
     memory: dict[str, Tensor] = field(default_factory=dict)
     promote_floats: bool = False
+    targets: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         phases: tuple[Phase, ...] = ("context", "generation")
         for phase in phases:
-            net, definition = defined(self.config, self.weights, phase, self.limits)
+            net, definition = defined(
+                self.config, self.weights, phase, self.limits, targets=self.targets
+            )
             self.programs[phase] = trace(net)
             self.definitions[phase] = definition
         self.bind(self.weights)
