@@ -110,7 +110,8 @@ class Interpreter:
         info = self.program.tensors[name]
         if info.dtype == FLOAT4:
             value = unpack_float4(value)
-        if self._promote and info.dtype in _HALVES and value.nbytes <= _PROMOTE_BYTES:
+        large = name in self.program.weights and value.nbytes > _PROMOTE_BYTES
+        if self._promote and info.dtype in _HALVES and not large:
             value = value.float()
         # Shape arithmetic stays on the host, whatever the device.
         if value.dtype not in (torch.int32, torch.int64) or value.numel() > 64:

@@ -174,28 +174,30 @@ class Preparation:
 
     def _prepare(self, site: Site, dead: Sequence[int]) -> None:
         before = len(self._steps)
+        widened: list[int] = []
         try:
             if site.prepare is None:
                 self._loop(site)
             else:
-                self._record(site, site.prepare(self._call(site)))
+                reads = self._widened(site, widened) if self.promote else site.reads
+                self._record(site, reads, site.prepare(self._call(site, reads)))
         except ToolchainError:
             raise
         except _ERRORS as error:
             raise _failure(site.node.name, error) from error
         constant, keep = self.constant, self.keep
-        freed = tuple([s for s in dead if s not in constant and s not in keep])
+        freed = tuple([s for s in (*dead, *widened) if s not in constant and s not in keep])
         for slot in freed:
             self.registers[slot] = None
         if freed and len(self._steps) > before:
             self._steps[-1] = _freeing(self._steps[-1], freed)
 
-    def _call(self, site: Site) -> Call:
+    def _call(self, site: Site, reads: tuple[int | None, ...]) -> Call:
         registers, constant = self.registers, self.constant
         return Call(
             node=site.node,
-            values=[None if s is None else registers[s] for s in site.reads],
-            constant=[s in constant for s in site.reads],
+            values=[None if s is None else registers[s] for s in reads],
+            constant=[s in constant for s in reads],
             names=site.names,
             out_dtypes=site.out_dtypes,
             out_names=site.out_names,
@@ -208,21 +210,16 @@ class Preparation:
         assert value is not None
         return value
 
-    def _record(self, site: Site, bound: Bound) -> None:
+    def _record(self, site: Site, inputs: tuple[int | None, ...], bound: Bound) -> None:
         node, writes, function = site.node, site.writes, bound.function
-        reads = tuple(
-            [slot for slot in [site.reads[i] for i in bound.arguments] if slot is not None]
-        )
+        reads = tuple([slot for slot in [inputs[i] for i in bound.arguments] if slot is not None])
         static = node.kind != "kv_cache_update" and self.constant.issuperset(reads)
         if self._accelerated:
             on_host = static and all(self._value(s).device.type == "cpu" for s in reads)
             if not on_host:
                 reads = tuple(self._on_device(s) for s in reads)
-        if self.promote and node.kind not in VIEWS:
-            if node.kind == "gather":
-                function = _promoted(function)
-            else:
-                reads = tuple(self._promote(s, node.name) for s in reads)
+        if self.promote and node.kind == "gather":
+            function = _promoted(function)
         result = function(*[self.registers[s] for s in reads])
         results = result if isinstance(result, tuple) else (result,)
         if len(results) != len(writes):
@@ -255,14 +252,22 @@ class Preparation:
             self.constant.add(self._moved[slot])
         return self._moved[slot]
 
-    def _promote(self, slot: int, name: str) -> int:
-        """The register of a value as float32; only large weights are still in 16 bits."""
-        if self._value(slot).dtype not in _HALVES:
-            return slot
-        wide = self._private(self._value(slot).float())
-        self._steps.append(_step(lambda x: x.float(), (slot,), (wide,)))
-        self._names.append(name)
-        return wide
+    def _widened(self, site: Site, temporary: list[int]) -> tuple[int | None, ...]:
+        """The inputs of a node as float32. Only large weights are still in 16 bits; views of
+        them stay so, and rows gathered from them are promoted afterwards.
+        """
+        if site.node.kind in VIEWS or site.node.kind == "gather":
+            return site.reads
+        reads = list(site.reads)
+        for index, slot in enumerate(reads):
+            if slot is not None and self._value(slot).dtype in _HALVES:
+                slot = self._on_device(slot)
+                wide = self._private(self._value(slot).float())
+                self._steps.append(_step(lambda x: x.float(), (slot,), (wide,)))
+                self._names.append(site.node.name)
+                temporary.append(wide)
+                reads[index] = wide
+        return tuple(reads)
 
     def _check(self, node: Node, results: Sequence[torch.Tensor]) -> None:
         for name, value in zip(node.outputs, results, strict=True):

@@ -5,7 +5,7 @@ objects.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from plugins.support.errors import BuildError, CapabilityError
@@ -128,13 +128,14 @@ class _Tracer:
     def __init__(self, net: Network) -> None:
         self._net = net
         self._targets = (*net.outputs, *(t.name for t in net.taps.values()))
-        self._graph = _Graph(net, self._targets)
+        needed = (t.name for plugin in net.plugins for t in plugin.inputs)
+        self._graph = _Graph(net, (*self._targets, *needed))
         self._tensors: dict[str, TensorInfo] = {}
 
     def program(self) -> Program:
         net = self._net
         self._refuse_stale_cache_reads()
-        nodes = self._order(None, self._targets)
+        nodes = self._order(None)
         standins = {t.name for plugin in net.plugins for t in plugin.outputs}
         inputs = tuple(n for n in net.inputs if n not in net.weight_inputs and n not in standins)
         used = {n for node in nodes for n in node.inputs if n is not None}
@@ -195,7 +196,7 @@ class _Tracer:
 
     # -- ordering ------------------------------------------------------------------------------
 
-    def _order(self, home: str | None, first: Sequence[str]) -> tuple[Node, ...]:
+    def _order(self, home: str | None) -> tuple[Node, ...]:
         """Nodes of one context (the network or a loop body) in an order that can run.
 
         A context's units are its own layers, the loops directly in it and recorded plugins.
@@ -285,7 +286,7 @@ class _Tracer:
                         }
                     )
                 )
-        nodes = self._order(name, ())
+        nodes = self._order(name)
         counted = limit.raw.kind.name == "COUNT"
         condition = None if counted else limit.inputs[0].name
         nodes, condition_nodes = _condition_first(nodes, condition)
