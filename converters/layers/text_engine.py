@@ -79,9 +79,7 @@ class TextEngine:
         self.span: Dim = limits.cache_rows
         if phase == "context":
             self.span = self._attention_span(least_span)
-        self.rejected: Tensor | None = None
-        if limits.max_draft_len:
-            self.rejected = self.input("rejected_lengths", "token", "int32")
+        self._rejected: Tensor | None = None
 
         self.batch, self.count = net.dim(self.ids, 0), net.dim(self.ids, 1)
         index = net.unsqueeze(net.iota(self.count), [0])
@@ -162,8 +160,8 @@ class TextEngine:
         width, past = net.shape(rows)[2], window - 1
         state = self.state(name, self.dtype, (past + extra, width))
         kept = state
-        if self.rejected is not None:
-            first = net.unsqueeze(net.sub(extra, self.rejected), [1])
+        if extra:
+            first = net.unsqueeze(net.sub(extra, self._rejected_lengths()), [1])
             index = net.add(first, net.unsqueeze(net.iota(past), [0]))
             kept = net.gather(state, index, axis=1, elementwise_dims=1)
         joined = net.concat([kept, rows], 1)
@@ -177,6 +175,12 @@ class TextEngine:
         active = net.unsqueeze(self.active, [1, 2])
         self.next_state(name, net.select(active, newest, state))
         return joined
+
+    def _rejected_lengths(self) -> Tensor:
+        """int32 [B], drafts of the call before that were not accepted; only where it matters."""
+        if self._rejected is None:
+            self._rejected = self.input("rejected_lengths", "token", "int32")
+        return self._rejected
 
     def visible(self, cache: Tensor) -> Tensor:
         """The cache rows that attention looks at, [B, heads, span, D]."""

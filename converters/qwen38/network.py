@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 
-from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
+from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, Phase
 from converters.layers.conv import causal_conv, last_rows
 from converters.layers.delta_rule import delta_rule_chunks, delta_rule_steps
 from converters.layers.linear import linear, stored_weight, swiglu
 from converters.layers.moe import Experts, run_experts, softmax_router
 from converters.layers.norm import l2_normalize, rms_norm
 from converters.layers.rope import RotaryTable
+from converters.layers.text_engine import TextEngine
 from converters.qwen38.config import Qwen38CheckpointConfig
 from plugins.qsa import lowering
 from plugins.support.errors import InputError
-from plugins.trt.network import Dim, Network
+from plugins.trt.network import Network
 from plugins.trt.types import Tensor
 
 _L2_EPS = 1e-6
@@ -37,57 +38,20 @@ def define(
     """
     network = _TextNetwork(net, config, phase, limits)
     network.run()
-    return Definition(kinds=network.kinds, profile=network.profile)
+    return network.engine.definition()
 
 
 class _TextNetwork:
-    """The network under construction: sizes, the inputs every layer needs, one method a block."""
+    """The network under construction: the engine's inputs and one method per block."""
 
     def __init__(
         self, net: Network, config: Qwen38CheckpointConfig, phase: Phase, limits: EngineLimits
     ) -> None:
         self.net, self.config, self.limits = net, config, limits
         self.family = config.qwen38
-        self.context = phase == "context"
         self.dtype, self.eps = config.dtype, config.norm_epsilon
         self.hidden, self.streams = config.hidden_size, self.family.hc_count
         self.ratio = self.family.indexer_compress_ratio
-        budget = self.family.indexer_budget // self.ratio
-        self.blocks = min(budget, limits.visible_rows // self.ratio)
-        self.kinds: dict[str, InputKind] = {}
-        self.profile: dict[str, tuple[Dims, Dims, Dims]] = {}
-        self._check()
-
-        step = limits.step_tokens
-        self.tokens = -1 if self.context else step
-        rows = -1 if self.context else step
-        chunks = ((TOKEN_BLOCK,), (limits.chunk_size,), (limits.chunk_size,))
-        ids_range = chunks if self.context else ((step,),) * 3
-        logits_range = ((1,), (1,), (limits.max_logits_tokens,)) if self.context else ids_range
-        self.ids = self._input("input_ids", "token", "int32", (self.tokens,), ids_range)
-        self.past = self._input("past_lengths", "token", "int32")
-        self.new = self._input("new_lengths", "token", "int32")
-        self.wanted = self._input("logits_positions", "token", "int32", (rows,), logits_range)
-        self.span = self._attention_span() if self.context else limits.cache_rows
-
-        self.batch, self.count = net.dim(self.ids, 0), net.dim(self.ids, 1)
-        index = net.unsqueeze(net.iota(self.count), [0])
-        self.valid = net.less(index, net.unsqueeze(self.new, [1]))
-        positions = net.add(net.unsqueeze(self.past, [1]), index)
-        # To the attention a padding token is a query at position -1.
-        self.queries = net.select(self.valid, positions, -1)
-        active = net.greater(self.new, 0)
-        first_block = net.floor_div(self.past, self.ratio)
-        # Padding slots write to the scrap rows behind the visible ones.
-        self.token_row = net.select(active, self.past, limits.visible_rows)
-        self.block_row = net.select(active, first_block, limits.visible_rows // self.ratio)
-        self.first_block = first_block
-        self.rope = RotaryTable(
-            net, limits.cache_rows, config.rotary_embedding_dim, config.rotary_base, self.dtype
-        )
-        self.angles = self.rope.at(positions)
-
-    def _check(self) -> None:
         if TOKEN_BLOCK % self.ratio:
             raise InputError(
                 "tokens per index block must divide the token block",
@@ -95,51 +59,20 @@ class _TextNetwork:
                 expected=f"a divisor of {TOKEN_BLOCK}",
                 found=str(self.ratio),
             )
-        if self.limits.max_seq_len > self.config.max_position_embeddings:
-            raise InputError(
-                "the sequence length exceeds what the model was trained for",
-                where="max_seq_len",
-                expected=f"at most {self.config.max_position_embeddings}",
-                found=str(self.limits.max_seq_len),
-            )
-
-    # -- inputs --------------------------------------------------------------------------------
-
-    def _input(
-        self,
-        name: str,
-        kind: InputKind,
-        dtype: str,
-        dims: Dims = (),
-        ranges: tuple[Dims, ...] | None = None,
-    ) -> Tensor:
-        """A network input [B, *dims]; `ranges` are the smallest, best and largest dims."""
-        least, best, most = ranges or (dims, dims, dims)
-        slots = self.limits.max_batch_size
-        self.kinds[name] = kind
-        self.profile[name] = ((1, *least), (1 if self.context else slots, *best), (slots, *most))
-        return self.net.input(name, dtype, (-1, *dims))
-
-    def _attention_span(self) -> Dim:
-        """Cache rows that attention looks at; only the length of the input matters."""
-        least = -(-self.blocks * self.ratio // TOKEN_BLOCK) * TOKEN_BLOCK
-        most = self.limits.visible_rows
-        self.kinds["attention_span"] = "token"
-        self.profile["attention_span"] = ((least,), (most,), (most,))
-        return self.net.dim(self.net.input("attention_span", "int32", (-1,)), 0)
-
-    def _state(self, name: str, dtype: str, dims: Dims) -> Tensor:
-        return self._input(name, "state", dtype, dims)
-
-    def _next_state(self, name: str, value: Tensor) -> None:
-        self.net.output(value, f"{name}.next")
-
-    def _cache(self, name: str, update: Tensor, row: Tensor) -> Tensor:
-        """Write [B, heads, S, D] into the cache of that name and return the whole cache."""
-        _, heads, _, width = self.net.shape(update)
-        rows = self.limits.cache_rows // (self.ratio if name.startswith("index") else 1)
-        cache = self._input(name, "cache", self.dtype, (heads, rows, width))
-        return self.net.kv_cache_update(cache, update, row)
+        budget = self.family.indexer_budget // self.ratio
+        self.blocks = min(budget, limits.visible_rows // self.ratio)
+        # Top-k needs that many blocks to choose from.
+        least_span = -(-self.blocks * self.ratio // TOKEN_BLOCK) * TOKEN_BLOCK
+        self.engine = TextEngine(net, config, phase, limits, least_span=least_span)
+        self.batch, self.count = self.engine.batch, self.engine.count
+        self.first_block = net.floor_div(self.engine.past, self.ratio)
+        self.block_row = net.select(
+            self.engine.active, self.first_block, limits.visible_rows // self.ratio
+        )
+        self.rope = RotaryTable(
+            net, limits.cache_rows, config.rotary_embedding_dim, config.rotary_base, self.dtype
+        )
+        self.angles = self.rope.at(self.engine.positions)
 
     def _weight(self, name: str, shape: Dims) -> Tensor:
         return self.net.weight(f"{name}.weight", self.dtype, shape)
@@ -150,13 +83,13 @@ class _TextNetwork:
         """Embedding to logits."""
         net, config, family = self.net, self.config, self.family
         table = self._weight("transformer.vocab_embedding", (config.vocab_size, self.hidden))
-        embedded = net.unsqueeze(net.gather(table, self.ids, 0), [2])
+        embedded = net.unsqueeze(net.gather(table, self.engine.ids, 0), [2])
         bundle = net.expand(embedded, [-1, -1, self.streams, -1])
         for layer, kind in enumerate(family.layer_types):
             with net.scope(f"layers.{layer}"):
                 bundle = self._layer(layer, kind, bundle)
         with net.scope("head"):
-            rows = net.gather(bundle, self.wanted, axis=1, elementwise_dims=1)
+            rows = self.engine.wanted_rows(bundle)
             hidden, _ = self._mix(rows, "transformer.hyper_connection_mixer")
             net.tap(hidden, "final_hidden")
             logits = linear(net, hidden, "lm_head", config.vocab_size)
@@ -226,9 +159,9 @@ class _TextNetwork:
         mixed = linear(net, x, f"{name}.in_proj_qkv", channels)
         kernel = self._weight(f"{name}.conv1d", (channels, 1, taps))
         conv_name = f"conv_state.{layer}"
-        conv_state = self._state(conv_name, self.dtype, (channels, taps - 1))
-        convolved, conv_state = causal_conv(net, mixed, conv_state, kernel, self.new)
-        self._next_state(conv_name, conv_state)
+        conv_state = self.engine.state(conv_name, self.dtype, (channels, taps - 1))
+        convolved, conv_state = causal_conv(net, mixed, conv_state, kernel, self.engine.new)
+        self.engine.next_state(conv_name, conv_state)
         convolved = net.silu(convolved)
 
         def key_like(start: int, scale: float) -> Tensor:
@@ -243,10 +176,10 @@ class _TextNetwork:
         gamma, beta = self._decay_and_strength(name, x, heads)
 
         state_name = f"recurrent_state.{layer}"
-        state = self._state(state_name, "float32", (heads, width, depth))
-        recurrence = delta_rule_chunks if self.context else delta_rule_steps
+        state = self.engine.state(state_name, "float32", (heads, width, depth))
+        recurrence = delta_rule_chunks if self.engine.context else delta_rule_steps
         out, state = recurrence(net, query, key, value, gamma, beta, state)
-        self._next_state(state_name, state)
+        self.engine.next_state(state_name, state)
 
         scale = stored_weight(net, f"{name}.norm.weight", self.dtype, (depth,))
         out = rms_norm(net, out, scale, self.eps, centered=False)
@@ -270,7 +203,7 @@ class _TextNetwork:
 
         rate = net.neg(net.exp(per_head("A_log")))
         step = net.softplus(net.add(projected("in_proj_a"), per_head("dt_bias")))
-        real = net.unsqueeze(self.valid, [2])
+        real = net.unsqueeze(self.engine.valid, [2])
         gamma = net.select(real, net.mul(rate, step), 0.0)
         return gamma, net.select(real, net.sigmoid(projected("in_proj_b")), 0.0)
 
@@ -291,26 +224,28 @@ class _TextNetwork:
         key = self._rotated(key, f"{name}.k_layernorm")
         value = self._heads(linear(net, x, f"{name}.v", kv_heads * width), kv_heads, width)
         value = net.transpose(value, (0, 2, 1, 3))
-        keys = self._cache(f"key_cache.{layer}", key, self.token_row)
-        values = self._cache(f"value_cache.{layer}", value, self.token_row)
+        keys = self.engine.cache(f"key_cache.{layer}", key, self.engine.token_row)
+        values = self.engine.cache(f"value_cache.{layer}", value, self.engine.token_row)
 
         with net.scope("indexer"):
             index_query, block_keys = self._indexer(layer, f"{name}.indexer", x)
-            if self.context:
-                blocks = net.dim_floor_div(self.span, self.ratio)
+            if self.engine.context:
+                blocks = net.dim_floor_div(self.engine.span, self.ratio)
                 block_keys = net.narrow(block_keys, 2, 0, blocks)
-            visible = lowering.visible_blocks(net, self.queries, self.ratio)
+            visible = lowering.visible_blocks(net, self.engine.queries, self.ratio)
             chosen = lowering.select_blocks(net, index_query, block_keys, visible, self.blocks)
             net.tap(chosen, f"layers.{layer}.selected_blocks")
 
-        if self.context:
-            attend = lowering.attend_context
-            keys = net.narrow(keys, 2, 0, self.span)
-            values = net.narrow(values, 2, 0, self.span)
-        else:
-            attend = lowering.attend_generation
+        attend = lowering.attend_context if self.engine.context else lowering.attend_generation
         mixed = attend(
-            net, query, keys, values, chosen, self.queries, ratio=self.ratio, scale=width**-0.5
+            net,
+            query,
+            self.engine.visible(keys),
+            self.engine.visible(values),
+            chosen,
+            self.engine.queries,
+            ratio=self.ratio,
+            scale=width**-0.5,
         )
         gate = net.sigmoid(net.cast(gate, "float32"))
         gate = net.reshape(gate, [self.batch, self.count, heads * width])
@@ -338,12 +273,12 @@ class _TextNetwork:
         query = self._rotated(query, f"{name}.q_layernorm")
 
         state_name = f"index_key_state.{layer}"
-        state = self._state(state_name, self.dtype, (ratio - 1, width))
+        state = self.engine.state(state_name, self.dtype, (ratio - 1, width))
         rows = net.concat([state, net.narrow(both, -1, heads * width, width)], axis=1)
-        self._next_state(state_name, last_rows(net, rows, self.new, ratio - 1))
+        self.engine.next_state(state_name, last_rows(net, rows, self.engine.new, ratio - 1))
 
         blocks = net.dim_floor_div(net.dim_add(self.count, ratio - 1), ratio)
-        offset = net.sub(self.past, net.mul(self.first_block, ratio))
+        offset = net.sub(self.engine.past, net.mul(self.first_block, ratio))
         first = net.unsqueeze(net.sub(ratio - 1, offset), [1])
         taken = net.add(first, net.unsqueeze(net.iota(net.dim_mul(blocks, ratio)), [0]))
         if isinstance(self.count, int):
@@ -357,7 +292,9 @@ class _TextNetwork:
         block = net.add(net.unsqueeze(self.first_block, [1]), net.unsqueeze(net.iota(blocks), [0]))
         angles = self.rope.at(net.mul(block, ratio))
         pooled = self.rope.rotate(net.unsqueeze(pooled, [1]), angles)
-        return query, self._cache(f"index_key_cache.{layer}", pooled, self.block_row)
+        rows_kept = self.limits.cache_rows // ratio
+        cache_name = f"index_key_cache.{layer}"
+        return query, self.engine.cache(cache_name, pooled, self.block_row, rows_kept)
 
     # -- PLE -----------------------------------------------------------------------------------
 
@@ -365,13 +302,7 @@ class _TextNetwork:
         """Hashed n-gram features for every stream, [B, S, n, H]; rows come from the host."""
         net, family, width = self.net, self.family, self.streams * self.hidden
         per_stream = [self.batch, self.count, self.streams, self.hidden]
-        embedded = self._input(
-            f"ple_embeddings.{layer}",
-            "host",
-            self.dtype,
-            (self.tokens, family.ple_embed_dim),
-            tuple((dims[1], family.ple_embed_dim) for dims in self.profile["input_ids"]),
-        )
+        embedded = self.engine.per_token(f"ple_embeddings.{layer}", family.ple_embed_dim)
         key = net.reshape(linear(net, embedded, f"{name}.key", width), per_stream)
         key = self._stream_norm(key, f"{name}.norm_key", "float32")
         query = self._stream_norm(bundle, f"{name}.norm_query", "float32")
@@ -385,16 +316,16 @@ class _TextNetwork:
 
         taps, dilation = family.ple_conv_kernel_size, family.ngram_size
         state_name = f"ple_conv_state.{layer}"
-        state = self._state(state_name, self.dtype, (width, (taps - 1) * dilation))
+        state = self.engine.state(state_name, self.dtype, (width, (taps - 1) * dilation))
         convolved, state = causal_conv(
             net,
             net.reshape(normed, [self.batch, self.count, width]),
             state,
             self._weight(f"{name}.conv1d", (width, 1, taps)),
-            self.new,
+            self.engine.new,
             dilation=dilation,
         )
-        self._next_state(state_name, state)
+        self.engine.next_state(state_name, state)
         local = net.reshape(net.silu(convolved), per_stream)
         return net.tap(net.cast(net.add(gated, local), self.dtype), f"layers.{layer}.ple")
 
@@ -414,14 +345,15 @@ class _TextNetwork:
         ids, weights = softmax_router(
             net, flat, f"{name}.router", experts, normalize=family.norm_topk_prob
         )
+        slots = self.limits.max_batch_size
         routed = run_experts(
             net,
             flat,
             ids,
             weights,
             experts,
-            valid=net.reshape(self.valid, [pairs]),
-            max_tokens=None if self.context else self.limits.max_batch_size * self.tokens,
+            valid=net.reshape(self.engine.valid, [pairs]),
+            max_tokens=None if self.engine.context else slots * self.limits.step_tokens,
         )
         width = family.shared_expert_intermediate_size
         gate = linear(net, flat, f"{name}.shared_expert.gate", width)
