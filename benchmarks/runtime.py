@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from runtime.engine import Engine, Row
+from runtime.engine import Engine
 from runtime.requests import GenerationRequest
+from runtime.rows import Row
 from runtime.sampling import SamplingParams, TokenChooser, choose_tokens
 from runtime.session import Session
 

@@ -182,7 +182,7 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     output.say("limits: " + ", ".join(f"{k} {v}" for k, v in asdict(limits).items()))
 
     defined: dict[contract.Phase, tuple[Network, Definition]] = {}
-    for phase in contract.PHASES:
+    for phase in family.phases(config, limits.max_draft_len):
         net = Network(backend, capability, source, WeightPolicy(request.weights))
         defined[phase] = net, family.define(net, config, phase, limits.engine_limits())
     cache_plan = CachePlan.from_tensors(
@@ -287,10 +287,12 @@ def _inputs(net: Network, definition: Definition) -> tuple[TensorSpec, ...]:
 
 
 def _outputs(net: Network) -> tuple[TensorSpec, ...]:
-    def kind(name: str) -> Literal["cache", "state", "logits"]:
+    def kind(name: str) -> Literal["cache", "state", "logits", "output"]:
         if name in net.aliases:
             return "cache"
-        return "state" if name.endswith(".next") else "logits"
+        if name.endswith(".next"):
+            return "state"
+        return "logits" if name == "logits" else "output"
 
     return tuple(
         TensorSpec(name=name, dtype=net.dtype(t), shape=net.shape(t), kind=kind(name))

@@ -25,11 +25,12 @@ from build_scripts.scores import KL_BOUND, LOGITS, RELATIVE_BOUND, LogitsScore, 
 from converters.registry import FAMILIES
 from plugins.support.progress import progress
 from runtime.contract import PHASES, EngineConfig, Phase, TensorSpec, check_files, read_config
-from runtime.engine import Engine, Row
+from runtime.engine import Engine
 from runtime.executors.weights import MappedWeights
 from runtime.host_inputs import HostInput, open_host_inputs
 from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.program import Program
+from runtime.rows import Row
 from runtime.slots import SlotMemory
 
 # Tokens that the comparison gives to the generation engine, after the context engine's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,12 +25,14 @@ class TensorPlan:
         wanted: the tensors of the target, in the order of the model.
         ignored: tensors that are left out on purpose.
         dtype_of: canonical name of the tensor whose type is the checkpoint's.
+        canonical: removes the prefixes of classes and exporters from a name.
     """
 
     names: dict[str, str]
     wanted: list[Wanted]
     ignored: list[Ignored]
     dtype_of: str
+    canonical: Callable[[str], str] = str
 
 
 class Family(Protocol):
@@ -45,6 +48,10 @@ class Family(Protocol):
 
     def plan_tensors(self, source: SourceCheckpoint, config: CheckpointConfig) -> TensorPlan:
         """Name every tensor of the target and its sources. Raises InputError."""
+        ...
+
+    def phases(self, config: CheckpointConfig, max_draft_len: int) -> tuple[Phase, ...]:
+        """The engines of a build. Raises UsageError when the model cannot draft that many."""
         ...
 
     def define(

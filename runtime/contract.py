@@ -25,7 +25,8 @@ CONFIG_FILE = "config.json"
 LAYER_REPORT_FILE = "layer_report.json"
 TOKENIZER_DIR = "tokenizer"
 
-Phase = Literal["context", "generation"]
+Phase = Literal["context", "generation", "draft", "audio"]
+# The text engines, which every engine directory has; the others depend on family and options.
 PHASES: tuple[Phase, ...] = ("context", "generation")
 Flavor = Literal["tensorrt", "tensorrt_rtx"]
 
@@ -61,13 +62,14 @@ class TensorSpec(_Model):
         shape: dimensions, -1 where the caller decides.
         kind: inputs: token (ids, lengths, positions: bound per call), host (computed per call by a
             host input), cache (bound in place), state (ping-pong), weight (bound once).
-            Outputs: logits, cache (`X.updated`, same address as `X`), state (`X.next`).
+            Outputs: logits, cache (`X.updated`, same address as `X`), state (`X.next`), output
+            (anything else).
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    kind: Literal["token", "host", "cache", "state", "weight", "logits"]
+    kind: Literal["token", "host", "cache", "state", "weight", "logits", "output"]
 
     @model_validator(mode="after")
     def _known_dtype(self) -> TensorSpec:
@@ -156,7 +158,21 @@ class NgramEmbedding(_Model):
     eos_token_id: int
 
 
-HostInput = NgramEmbedding
+class AudioEmbedding(_Model):
+    """Host input: rows of the audio engine, [B, S, H], each at the token it belongs to.
+
+    Attributes:
+        name: engine input.
+        placeholder_id: the id that stands for a row in a prompt, rows and placeholders in the same
+            order; None where every position has a row of its own (a stream).
+    """
+
+    kind: Literal["audio_embedding"] = "audio_embedding"
+    name: str
+    placeholder_id: int | None
+
+
+HostInput = Annotated[NgramEmbedding | AudioEmbedding, Field(discriminator="kind")]
 
 
 class BuildConfig(_Model):
@@ -220,7 +236,7 @@ class EngineConfig(_Model):
         produced = {host.name for host in self.host_inputs}
         for phase, entry in self.engines.items():
             wanted = {tensor.name for tensor in entry.of_kind("host")}
-            if wanted != produced:
+            if phase in PHASES and wanted != produced:
                 names = ", ".join(sorted(wanted ^ produced))
                 raise ValueError(f"engines.{phase}: host inputs do not match host_inputs: {names}")
             unprofiled = [
@@ -363,6 +379,8 @@ def _check_bound_tensors(config: EngineConfig, path: Path, fix: str) -> None:
                 fix=fix,
             )
     for host in config.host_inputs:
+        if not isinstance(host, NgramEmbedding):
+            continue
         table = stored.get(host.table)
         rows = max(o + s for o, s in zip(host.offsets, host.sizes, strict=True))
         if table is None or len(table.shape) != 2 or table.shape[0] < rows:

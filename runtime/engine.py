@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,23 +22,7 @@ from runtime.contract import (
 from runtime.executors import Executor
 from runtime.executors.select import open_executor
 from runtime.host_inputs import HostInput, open_host_inputs
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one slot contributes to a call.
-
-    Attributes:
-        sequence: all ids of the slot's sequence so far.
-        start: ids already cached; the call begins there.
-        count: ids of this call.
-        logits: which of them want logits, as indices into the call's ids.
-    """
-
-    sequence: Sequence[int]
-    start: int
-    count: int
-    logits: Sequence[int] = ()
+from runtime.rows import Row
 
 
 class Engine:
@@ -144,7 +127,7 @@ class Engine:
                 if row is not None and row.start > 0:
                     known = row.sequence[max(0, row.start - host.context_tokens) : row.start]
                     context[index, host.context_tokens - len(known) :] = known
-            inputs[host.name] = host(ids, context, new.astype(np.int64))
+            inputs[host.name] = host(ids, context, new.astype(np.int64), rows)
         return inputs
 
     @contextmanager

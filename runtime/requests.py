@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from plugins.support.errors import ToolchainError, UsageError
-from runtime.contract import EngineConfig
+from runtime.audio_rows import AudioRows
+from runtime.contract import AudioEmbedding, EngineConfig
 from runtime.sampling import SamplingParams, TokenChooser
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -31,6 +32,7 @@ class GenerationRequest:
         stop_ids: an answer ends when its last ids are any of these sequences.
         bad_ids: sequences that must not appear in the answer.
         embedding_bias: added to the logits, float32 [vocab_size], or None.
+        audio: rows of the audio engine; engines without one take none.
     """
 
     prompt_ids: Sequence[int]
@@ -40,6 +42,7 @@ class GenerationRequest:
     stop_ids: Sequence[Sequence[int]] = ()
     bad_ids: Sequence[Sequence[int]] = ()
     embedding_bias: torch.Tensor | None = None
+    audio: AudioRows | None = None
 
     def check(self, config: EngineConfig) -> None:
         """Raise UsageError naming the first parameter that the engine cannot serve."""
@@ -91,6 +94,29 @@ class GenerationRequest:
                 f"{count} ids",
             )
         _check_ids("prompt_ids", self.prompt_ids, config.vocab_size)
+        self._check_audio(config)
+
+    def _check_audio(self, config: EngineConfig) -> None:
+        wanted = [host for host in config.host_inputs if isinstance(host, AudioEmbedding)]
+        if self.audio is None:
+            streams = [host for host in wanted if host.placeholder_id is None]
+            if streams:
+                raise _refused("audio", "the model listens to a stream", "audio", "none")
+            placeholders = {host.placeholder_id for host in wanted}
+            found = [token for token in self.prompt_ids if token in placeholders]
+            if found:
+                raise _refused(
+                    "prompt_ids",
+                    "a placeholder has no audio",
+                    "audio",
+                    f"{len(found)} ids {found[0]}",
+                )
+            return
+        if not wanted:
+            raise _refused(
+                "audio", "this engine takes no audio", "none", f"{self.audio.count} rows"
+            )
+        self.audio.bind(self.prompt_ids)
 
     def chooser(self, vocab_size: int) -> TokenChooser:
         """The sampling state of this request."""

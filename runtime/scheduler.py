@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from plugins.support.errors import ToolchainError
 from runtime.contract import TOKEN_BLOCK, Phase
-from runtime.engine import Engine, Row
+from runtime.engine import Engine
 from runtime.requests import FinishReason, GenerationRequest, Timings, TokenEvent
+from runtime.rows import Row
 from runtime.sampling import Sampled, TokenChooser, choose_tokens
 from runtime.slots import SlotPool
 
@@ -51,6 +52,21 @@ class Job:
     def prefilling(self) -> bool:
         """Whether part of the prompt is not cached yet."""
         return self.cached < self.prompt_length
+
+    def chunk(self, most: int) -> int:
+        """Prompt tokens of the next context call."""
+        return min(most, self.prompt_length - self.cached)
+
+    def heard(self, count: int) -> bool:
+        """Whether the audio of the next `count` tokens is there."""
+        audio = self.request.audio
+        return audio is None or audio.covers(self.cached + count - 1)
+
+    @property
+    def audio_is_over(self) -> bool:
+        """Whether the stream has ended and every row of it has its token."""
+        audio = self.request.audio
+        return audio is not None and not self.prefilling and audio.over(len(self.tokens))
 
 
 @dataclass
@@ -116,15 +132,26 @@ class Scheduler:
         self._waiting.append(job)
 
     def step(self) -> bool:
-        """Do one round. Returns whether any job is left.
+        """Do one round. Returns whether any job can go on; one that waits for audio cannot.
 
         An engine call that fails ends the jobs in it with finish reason "error", no others.
         """
         self._drop_cancelled()
+        self._end_streams()
         self._admit()
         self._prefill()
         self._decode()
-        return bool(self._waiting or self._active)
+        self._end_streams()
+        if self._waiting and self.free_slots:
+            return True
+        chunk = self._engine.config.chunk_tokens
+        return any(
+            job.heard(job.chunk(chunk) if job.prefilling else 1) for job in self._active.values()
+        )
+
+    def _end_streams(self) -> None:
+        for job in [job for job in self._active.values() if job.audio_is_over]:
+            self._finish(job, TokenEvent(None, finish_reason="stop"))
 
     def fail_all(self, error: str) -> None:
         """End every job with finish reason "error" without touching the engine."""
@@ -171,24 +198,28 @@ class Scheduler:
         chunk = self._engine.config.chunk_tokens
         rows = []
         for job in jobs:
-            count = min(chunk, job.prompt_length - job.cached)
+            count = job.chunk(chunk)
             done = job.cached + count == job.prompt_length
-            rows.append(Row(job.tokens, job.cached, count, (count - 1,) if done else ()))
+            logits = (count - 1,) if done else ()
+            rows.append(Row(job.tokens, job.cached, count, logits, job.request.audio))
         self.totals.context_calls += 1
         self._call("context", jobs[0].slot, jobs, rows)
 
     def _prefill_range(self) -> list[Job]:
         """The job that waits longest for its prompt, and neighbours that fit into its call."""
-        prefilling = {slot: job for slot, job in self._active.items() if job.prefilling}
+        config = self._engine.config
+        prefilling = {
+            slot: job
+            for slot, job in self._active.items()
+            if job.prefilling and job.heard(job.chunk(config.chunk_tokens))
+        }
         if not prefilling:
             return []
         oldest = min(prefilling.values(), key=lambda job: job.timings.scheduled)
-        config = self._engine.config
         most = config.build_config.max_num_tokens
 
         def padded(job: Job) -> int:
-            count = min(config.chunk_tokens, job.prompt_length - job.cached)
-            return -(-count // TOKEN_BLOCK) * TOKEN_BLOCK
+            return -(-job.chunk(config.chunk_tokens) // TOKEN_BLOCK) * TOKEN_BLOCK
 
         first = last = oldest.slot
         columns = padded(oldest)
@@ -203,13 +234,19 @@ class Scheduler:
 
     def _decode(self) -> None:
         running = {slot: job for slot, job in self._active.items() if not job.prefilling}
-        ready = {slot: job for slot, job in running.items() if job.cached < len(job.tokens)}
+        ready = {
+            slot: job
+            for slot, job in running.items()
+            if job.cached < len(job.tokens) and job.heard(1)
+        }
         if not ready:
             return
         needed = max(ready) + 1
         width = next(w for w in self._engine.executor.generation_widths if w >= needed)
         jobs = [ready.get(slot) for slot in range(width)]
-        rows = [Row(job.tokens, job.cached, 1, (0,)) if job else None for job in jobs]
+        rows = [
+            Row(job.tokens, job.cached, 1, (0,), job.request.audio) if job else None for job in jobs
+        ]
         self.totals.generation_calls += 1
         self._call("generation", 0, jobs, rows)
 

@@ -15,13 +15,14 @@ import torch
 
 from plugins.support.errors import CapabilityError, UsageError
 from runtime.contract import Phase
-from runtime.engine import Engine, Row
+from runtime.engine import Engine
 from runtime.requests import (
     GenerationRequest,
     QueueFullError,
     Timings,
     TokenEvent,
 )
+from runtime.rows import Row
 from runtime.sampling import SamplingParams
 from runtime.scheduler import Job, Scheduler, Totals
 
@@ -172,6 +173,8 @@ class Session:
         """
         request.check(self.engine.config)
         handle = GenerationHandle(self, request, deliver)
+        if request.audio is not None:
+            request.audio.notify(self.wake)
         with self._wake:
             if self._broken is not None:
                 raise CapabilityError(
@@ -239,12 +242,17 @@ class Session:
             if self._worker.is_alive():
                 with self._wake:
                     self._scheduler.cancel_all()
+                    self._work = True
+                    self._wake.notify()
                 self._worker.join()
         else:
             end = None if timeout is None else time.monotonic() + timeout
             while self._step():
                 if end is not None and time.monotonic() > end:
                     self._scheduler.cancel_all()
+            # Streams that wait for audio which nobody will send any more.
+            self._scheduler.cancel_all()
+            self._step()
         self._claim.close()
 
     def __enter__(self) -> Session:
@@ -268,7 +276,8 @@ class Session:
             left = self._step()
             with self._wake:
                 self._work = self._work or left
-                if closing and not self._work and not self._arrived:
+                idle = not (self._arrived or self._scheduler.active or self._scheduler.waiting)
+                if closing and not self._work and idle:
                     return
 
     def _step(self) -> bool:

@@ -10,6 +10,7 @@ from converters.dots3 import config as _config
 from converters.dots3 import weights as _weights
 from converters.dots3.config import Dots3CheckpointConfig
 from converters.family import TensorPlan
+from plugins.support.errors import UsageError
 
 if TYPE_CHECKING:
     from converters.definition import Definition, EngineLimits, Phase
@@ -30,6 +31,19 @@ class Dots3:
     def plan_tensors(self, source: SourceCheckpoint, config: CheckpointConfig) -> TensorPlan:
         """See `converters.dots3.weights.plan_tensors`."""
         return _weights.plan_tensors(source, _own(config))
+
+    def phases(self, config: CheckpointConfig, max_draft_len: int) -> tuple[Phase, ...]:
+        """The text engines, and the draft engine when drafts are verified."""
+        if not max_draft_len:
+            return ("context", "generation")
+        if not _own(config).dots3.draft_layers:
+            raise UsageError(
+                "the checkpoint has no draft layer",
+                where="max_draft_len",
+                expected="0, or a checkpoint with the MTP tensors",
+                found=str(max_draft_len),
+            )
+        return ("context", "generation", "draft")
 
     def define(
         self, net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits

@@ -31,6 +31,10 @@ class Qwen38:
         """See `converters.qwen38.weights.plan_tensors`."""
         return _weights.plan_tensors(source, _own(config))
 
+    def phases(self, config: CheckpointConfig, max_draft_len: int) -> tuple[Phase, ...]:
+        """Text engines only; a generation step of several tokens needs no further engine."""
+        return ("context", "generation")
+
     def define(
         self, net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits
     ) -> Definition:

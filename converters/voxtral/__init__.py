@@ -10,6 +10,7 @@ from converters.family import TensorPlan
 from converters.voxtral import config as _config
 from converters.voxtral import weights as _weights
 from converters.voxtral.config import VoxtralCheckpointConfig, mistral_model_type
+from plugins.support.errors import UsageError
 
 if TYPE_CHECKING:
     from converters.definition import Definition, EngineLimits, Phase
@@ -32,6 +33,14 @@ class Voxtral:
     def plan_tensors(self, source: SourceCheckpoint, config: CheckpointConfig) -> TensorPlan:
         """See `converters.voxtral.weights.plan_tensors`."""
         return _weights.plan_tensors(source, _own(config))
+
+    def phases(self, config: CheckpointConfig, max_draft_len: int) -> tuple[Phase, ...]:
+        """The audio encoder and the two text engines."""
+        if max_draft_len:
+            raise UsageError(
+                "this model has no draft layer", where="max_draft_len", found=str(max_draft_len)
+            )
+        return ("audio", "context", "generation")
 
     def define(
         self, net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits

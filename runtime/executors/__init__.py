@@ -48,5 +48,15 @@ class Executor(Protocol):
             states of the range are those after the call.
         """
 
+    def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the audio engine once, beside and independent of `step`.
+
+        Args:
+            inputs: every input but the weights; states are the caller's.
+
+        Returns:
+            Every output, on `device`, the caller's to keep.
+        """
+
     def close(self) -> None:
         """Free engines and memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,12 +33,11 @@ class InterpreterExecutor:
         weights = MappedWeights(engine_dir / config.weights.file, device)
         self._interpreters = {
             phase: Interpreter(
-                Program.load(engine_dir / config.engines[phase].program),
-                weights,
-                device=str(device),
+                Program.load(engine_dir / entry.program), weights, device=str(device)
             )
-            for phase in PHASES
+            for phase, entry in config.engines.items()
         }
+        self._encoding = threading.Lock()
         self._inputs = {
             phase: [tensor.name for tensor in config.engines[phase].of_kind("token", "host")]
             for phase in PHASES
@@ -64,6 +64,14 @@ class InterpreterExecutor:
             tensor.copy_(outputs[f"{name}.next"])
         self._memory.commit(first, count)
         return outputs["logits"]
+
+    @torch.inference_mode()
+    def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `Executor.encode`."""
+        bound = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        with self._encoding:
+            outputs = self._interpreters["audio"].run(bound)
+            return {name: tensor.clone() for name, tensor in outputs.items()}
 
     def close(self) -> None:
         """Drop programs, weights and memory."""

@@ -13,6 +13,7 @@ execution context, because a captured CUDA graph holds the shapes and addresses 
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -80,6 +81,7 @@ class TensorRTExecutor:
             self._scratch = torch.empty(max(1, *sizes), dtype=torch.uint8, device=device)
             self._buffers = {phase: _Buffers(self._entries[phase], device) for phase in PHASES}
             self._context_call = self._new_call("context")
+        self._audio = self._open_audio(config, engine_dir)
 
     def begin(self, slot: int) -> None:
         """See `Executor.begin`."""
@@ -113,9 +115,26 @@ class TensorRTExecutor:
             self._memory.commit(first, count)
         return logits
 
+    def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `Executor.encode`."""
+        if self._audio is None:
+            raise CapabilityError("the engine directory has no audio engine")
+        return self._audio.run(inputs)
+
+    def _open_audio(self, config: EngineConfig, engine_dir: Path) -> _AudioEngine | None:
+        entry = config.engines.get("audio")
+        if entry is None:
+            return None
+        with self._stream.ordered():
+            engine = self._deserialize(engine_dir, entry)
+            return _AudioEngine(
+                engine, entry, self._weights, self.device, CudaStream(self.device), self._logger
+            )
+
     def close(self) -> None:
         """Free contexts, engines and memory, in that order."""
         self._generation_calls.clear()
+        self._audio = None
         del self._context_call
         self._engines.clear()
         del self._runtime
@@ -230,6 +249,57 @@ class _Buffers:
         if elements > self._logits.numel():
             self._logits = self._logits.new_zeros(elements)
         return self._logits[:elements].view(*positions, self._vocab)
+
+
+class _AudioEngine:
+    """The audio engine with a context, memory and stream of its own, for any thread.
+
+    Args:
+        engine: deserialized.
+        entry: its configuration.
+        weights: of the engine directory.
+        device: CUDA device.
+        stream: not used by anything else.
+        logger: recording logger of the TensorRT module.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        entry: EngineEntry,
+        weights: Mapping[str, torch.Tensor],
+        device: torch.device,
+        stream: Stream,
+        logger: Any,
+    ) -> None:
+        self._engine, self._entry, self._device, self._stream = engine, entry, device, stream
+        self._lock = threading.Lock()
+        self._context = engine.create_execution_context()
+        if self._context is None:
+            raise CapabilityError(
+                "TensorRT cannot create an execution context",
+                found="; ".join(logger.take_errors()) or "no reason given",
+                fix="free GPU memory",
+            )
+        bound = {spec.name: weights[spec.name] for spec in entry.of_kind("weight")}
+        self._call = _Call(self._context, bound, stream, logger)
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One call; waits until its outputs are there."""
+        with self._lock, self._stream.ordered():
+            bound = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+            for name, tensor in bound.items():
+                self._context.set_input_shape(name, tuple(tensor.shape))
+            outputs = {
+                spec.name: torch.empty(
+                    tuple(self._context.get_tensor_shape(spec.name)),
+                    dtype=BY_NAME[spec.dtype].torch,
+                    device=self._device,
+                )
+                for spec in self._entry.outputs
+            }
+            self._call.run(bound, outputs)
+        return outputs
 
 
 class _Call:

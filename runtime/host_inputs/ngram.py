@@ -8,6 +8,7 @@ token ids alone, hence nothing is carried between calls but the few ids before a
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from plugins.support.dtypes import BY_NAME
 from plugins.support.errors import InputError
 from runtime.contract import NgramEmbedding, TensorSpec
 from runtime.identity import read_header
+from runtime.rows import Row
 
 Int64 = npt.NDArray[np.int64]
 
@@ -84,15 +86,17 @@ class NgramGather:
                 found=f"{len(spec.sizes)} heads of width {self._table.width}",
             )
 
-    def __call__(self, tokens: Int64, context: Int64, lengths: Int64) -> torch.Tensor:
+    def __call__(
+        self, tokens: Int64, context: Int64, lengths: Int64, rows: Sequence[Row | None] = ()
+    ) -> torch.Tensor:
         """[B, S, heads * width]; equal rows of one call are read once."""
         batch, columns = tokens.shape
         result = torch.zeros(batch, columns, self._width, dtype=self._dtype)
         valid = np.arange(columns) < lengths[:, None]
         if not valid.any():
             return result
-        rows = row_ids(tokens, self._constants, self.fill, context)[valid]
-        distinct, inverse = np.unique(rows, return_inverse=True)
+        wanted = row_ids(tokens, self._constants, self.fill, context)[valid]
+        distinct, inverse = np.unique(wanted, return_inverse=True)
         gathered = self._table.gather(distinct).to(self._dtype)
         picked = gathered[torch.from_numpy(inverse.reshape(-1))]
         result[torch.from_numpy(valid)] = picked.reshape(-1, self._width)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from plugins.support.errors import CapabilityError, UsageError
 from runtime.contract import EngineConfig, Phase
-from runtime.engine import Engine, Row
+from runtime.engine import Engine
 from runtime.host_inputs import open_host_inputs
 from runtime.requests import GenerationRequest, QueueFullError, TokenEvent
+from runtime.rows import Row
 from runtime.sampling import SamplingParams
 from runtime.session import GenerationHandle, Session, prompt_logits
 from tests.runtime.conftest import Answer, Embed
