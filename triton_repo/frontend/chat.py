@@ -29,12 +29,19 @@ class MediaReference:
         url: http(s) URL or data URI; empty when `data` is set.
         data: encoded bytes that came in a tensor.
         options: processor options of this item alone.
+        parameter: the request field that a message about this item names.
     """
 
     modality: str
     url: str = ""
     data: bytes = b""
     options: Mapping[str, Any] = field(default_factory=dict)
+    parameter: str = ""
+
+    @property
+    def named(self) -> str:
+        """The field name for messages."""
+        return self.parameter or f"{self.modality}_url"
 
 
 @dataclass
@@ -119,7 +126,9 @@ def parse_part(where: str, part: Any) -> str | MediaReference | list[int]:
         data = audio.get("data") if isinstance(audio, dict) else None
         if not isinstance(data, str):
             raise problem(f"{where}.input_audio.data", "must be a base64 string")
-        return MediaReference("audio", f"data:audio/*;base64,{data}")
+        return MediaReference(
+            "audio", f"data:audio/*;base64,{data}", parameter=f"{where}.input_audio.data"
+        )
     modality = str(kind).removesuffix("_url")
     if modality not in MODALITIES:
         expected = "text, token_ids, input_audio, " + ", ".join(f"{m}_url" for m in MODALITIES)
@@ -131,7 +140,7 @@ def parse_part(where: str, part: Any) -> str | MediaReference | list[int]:
         value = value.get("url")
     if not isinstance(value, str) or not value:
         raise problem(f"{where}.{modality}_url", "must be a URL", found=type(value).__name__)
-    return MediaReference(modality, value, options=options)
+    return MediaReference(modality, value, options=options, parameter=f"{where}.{modality}_url")
 
 
 def _template_part(part: str | MediaReference | list[int]) -> dict[str, Any]:

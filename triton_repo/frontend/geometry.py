@@ -70,13 +70,6 @@ class VisionGeometry:
 
 def smart_resize(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
     """Nearest size in multiples of `factor` with about the same aspect and low <= h*w <= high."""
-    if min(height, width) < 1 or max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise problem(
-            "image",
-            "has an extreme aspect ratio",
-            expected=f"<= {MAX_ASPECT_RATIO}",
-            found=f"{width} x {height}",
-        )
     h = max(factor, round(height / factor) * factor)
     w = max(factor, round(width / factor) * factor)
     if h * w > high:

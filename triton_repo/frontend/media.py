@@ -11,7 +11,7 @@ from typing import Any
 
 from triton_repo.frontend.chat import MediaReference
 from triton_repo.frontend.fetch import FetchLimits, fetch
-from triton_repo.frontend.geometry import VisionGeometry
+from triton_repo.frontend.geometry import MAX_ASPECT_RATIO, VisionGeometry
 from triton_repo.frontend.mm_kwargs import injective, own_options
 from triton_repo.frontend.problems import problem
 
@@ -83,15 +83,13 @@ def load_media(
     check_counts(references, policy)
     items = []
     for reference in references:
-        content = reference.data or fetch(
-            reference.url, policy.fetch, parameter=f"{reference.modality}_url"
-        )
+        content = reference.data or fetch(reference.url, policy.fetch, parameter=reference.named)
         if not content:
-            raise problem(f"{reference.modality}_url", "is empty")
-        tokens = _count_tokens(reference.modality, content, kwargs, geometry)
+            raise problem(reference.named, "is empty")
+        tokens = _count_tokens(reference, content, kwargs, geometry)
         if tokens > policy.max_item_tokens:
             raise problem(
-                f"{reference.modality}_url",
+                reference.named,
                 "expands to too many tokens",
                 expected=f"<= {policy.max_item_tokens}",
                 found=tokens,
@@ -104,22 +102,33 @@ def load_media(
 
 
 def _count_tokens(
-    modality: str, content: bytes, kwargs: Mapping[str, Any], geometry: VisionGeometry
+    reference: MediaReference,
+    content: bytes,
+    kwargs: Mapping[str, Any],
+    geometry: VisionGeometry,
 ) -> int:
+    modality, parameter = reference.modality, reference.named
     if modality == "audio":
-        return max(1, -int(-_audio_seconds(content) * AUDIO_TOKENS_PER_SECOND // 1))
-    width, height, frames = _image_size(content, modality)
+        seconds = _audio_seconds(content, parameter)
+        return max(1, -int(-seconds * AUDIO_TOKENS_PER_SECOND // 1))
+    width, height, frames = _image_size(content, modality, parameter)
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise problem(
+            parameter,
+            "has an extreme aspect ratio",
+            expected=f"<= {MAX_ASPECT_RATIO}",
+            found=f"{width} x {height}",
+        )
     return geometry.tokens(kwargs, modality, height, width, frames)
 
 
-def _image_size(content: bytes, modality: str) -> tuple[int, int, int]:
+def _image_size(content: bytes, modality: str, parameter: str) -> tuple[int, int, int]:
     """(width, height, frames) from the header; refuses what would be a bomb to decode.
 
     A video may be an animated image; containers need a decoder that this server does not have.
     """
     from PIL import Image
 
-    parameter = f"{modality}_url"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -142,14 +151,14 @@ def _image_size(content: bytes, modality: str) -> tuple[int, int, int]:
     return width, height, frames
 
 
-def _audio_seconds(content: bytes) -> float:
+def _audio_seconds(content: bytes, parameter: str) -> float:
     import soundfile
 
     try:
         info = soundfile.info(io.BytesIO(content))
     except (RuntimeError, OSError, ValueError):
-        raise problem("audio_url", "is not a readable audio file") from None
+        raise problem(parameter, "is not a readable audio file") from None
     seconds = float(info.frames) / info.samplerate
     if not 0 < seconds <= MAX_AUDIO_SECONDS:
-        raise problem("audio_url", "has a length that is not allowed", found=f"{seconds:g} s")
+        raise problem(parameter, "has a length that is not allowed", found=f"{seconds:g} s")
     return seconds

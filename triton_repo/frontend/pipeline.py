@@ -237,9 +237,15 @@ def _tokenise(
             "text_input", "give exactly one prompt", expected=" or ".join(PROMPT_FIELDS),
             found=", ".join(given) or "none",
         )  # fmt: skip
-    extra = [chat.MediaReference("image", url) for url in row.get("image_url_input") or ()]
-    extra += [chat.MediaReference("image", data=d) for d in row.get("image_bytes_input") or ()]
-    extra += [chat.MediaReference("audio", data=d) for d in row.get("audio_bytes") or ()]
+    extra = [
+        chat.MediaReference("image", url, parameter="image_url_input")
+        for url in row.get("image_url_input") or ()
+    ]
+    extra += [
+        chat.MediaReference(modality, data=data, parameter=name)
+        for modality, name in (("image", "image_bytes_input"), ("audio", "audio_bytes"))
+        for data in row.get(name) or ()
+    ]
     if row.get("input_ids") is not None:
         ids = list(row["input_ids"])
         _check_ids("input_ids", ids, server)

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.pipeline import MediaSpan, Prepared
+from triton_repo.frontend.problems import problem
 from triton_repo.frontend.sampling import Sampling
 
 ErrorKind = Literal["invalid", "unavailable", "unsupported", "internal"]
@@ -115,6 +118,67 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """End everything; each running call gets a last event."""
+
+
+class TextState(BaseModel):
+    """`TextOptions` without end ids, as part of a request state."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    stop_words: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+class SpanState(BaseModel):
+    """A `MediaSpan`, as part of a request state."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    modality: str
+    offset: int
+    length: int
+    key: int = Field(ge=0, lt=1 << 64)
+
+
+class RequestState(BaseModel):
+    """What `preprocessing` tells `tensorrt_llm` beyond the classic tensors, as JSON text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: Literal["generate", "embed"] = "generate"
+    end_ids: tuple[int, ...] | None = None
+    text: TextState = TextState()
+    mm_views: dict[str, Any] = Field(default_factory=dict)
+    media: tuple[SpanState, ...] = ()
+
+    @staticmethod
+    def of(prepared: Prepared) -> RequestState:
+        """The state of one prepared prompt."""
+        text = prepared.text
+        return RequestState(
+            task="embed" if prepared.task == "embed" else "generate",
+            end_ids=prepared.end_ids,
+            text=TextState(
+                stop_words=text.stop_words,
+                include_stop=text.include_stop,
+                skip_special_tokens=text.skip_special_tokens,
+            ),
+            mm_views=prepared.mm_views,
+            media=tuple(SpanState(**asdict(span)) for span in prepared.media),
+        )
+
+    @staticmethod
+    def parse(text: str | None) -> RequestState:
+        """A state from its JSON text. Raises UsageError for any other text."""
+        if text is None:
+            return RequestState()
+        try:
+            return RequestState.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise problem("request_state", f"is not valid: {where} {first['msg']}") from None
 
 
 def call_from_prepared(prepared: Prepared, echo: dict[str, Any] | None) -> GenerationCall:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 from plugins.support.errors import UsageError
 from triton_repo.frontend.pipeline import Prepared, prepare
 from triton_repo.frontend.words import to_word_list
+from triton_repo.generation.base import RequestState
 from triton_repo.models.base import (
     limit_threads,
     refuse_to_start,
@@ -96,7 +95,7 @@ def preprocessed_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
         "REQUEST_INPUT_LEN": [[p.prompt.real_length] for p in prepared],
         "REQUEST_OUTPUT_LEN": [[p.max_tokens] for p in prepared],
         "ATTENTION_MASK": [p.prompt.arrays["attention_mask"] for p in prepared],
-        "REQUEST_STATE": [json.dumps(request_state(p)) for p in prepared],
+        "REQUEST_STATE": [RequestState.of(p).model_dump_json() for p in prepared],
     }
     if any(p.bad_ids is not None for p in prepared):
         rows["BAD_WORDS_IDS"] = [to_word_list(p.bad_ids) for p in prepared]
@@ -116,14 +115,3 @@ def preprocessed_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
         rows["PROMPT_TOKEN_OFFSETS"] = [p.prompt.arrays["offsets"] for p in prepared]
     fills = {"INPUT_ID": first.pad_id or 0, "BAD_WORDS_IDS": -1, "STOP_WORDS_IDS": -1}
     return {n: batch_of(_OUTPUTS[n], v, fills.get(n, 0)) for n, v in rows.items()}
-
-
-def request_state(prepared: Prepared) -> dict[str, Any]:
-    """What `tensorrt_llm` has to know and has no classic tensor for."""
-    return {
-        "task": prepared.task,
-        "end_ids": prepared.end_ids,
-        "text": asdict(prepared.text),
-        "mm_views": prepared.mm_views,
-        "media": [asdict(span) for span in prepared.media],
-    }

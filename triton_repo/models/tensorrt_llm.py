@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from triton_repo.frontend.pipeline import MediaSpan
 from triton_repo.frontend.problems import problem
 from triton_repo.frontend.sampling import parse_sampling
 from triton_repo.frontend.words import from_word_list
-from triton_repo.generation.base import GenerationCall, Generator
+from triton_repo.generation.base import GenerationCall, Generator, RequestState
 from triton_repo.generation.channel import ChannelServer, socket_path
 from triton_repo.generation.echo import EchoGenerator
 from triton_repo.generation.metrics import Metrics
@@ -127,17 +126,16 @@ class TensorrtLlm:
                 "input_ids", "holds an id that is out of range",
                 expected=f"0 to {vocabulary - 1}", found=bad,
             )  # fmt: skip
-        state = json.loads(row.get("request_state") or "{}")
-        task = state.get("task", "generate")
-        if task == "generate" and row["request_output_len"] < 1:
+        state = RequestState.parse(row.get("request_state"))
+        if state.task == "generate" and row["request_output_len"] < 1:
             raise problem(
                 "request_output_len", "is out of range", expected=">= 1",
                 found=row["request_output_len"],
             )  # fmt: skip
-        end_ids = tuple(state.get("end_ids", ()))
-        if "end_ids" not in state and row.get("end_id", -1) not in (None, -1):
-            end_ids = (row["end_id"],)
-        text = state.get("text", {})
+        # Called directly, without an end id, generation goes on to its limit.
+        end_ids = state.end_ids
+        if end_ids is None:
+            end_ids = () if row.get("end_id", -1) == -1 else (row["end_id"],)
         words = {
             name: from_word_list(name, row[name]) if name in row else [] for name in _WORD_LISTS
         }
@@ -149,25 +147,25 @@ class TensorrtLlm:
             stop_ids=words["stop_words_list"],
             bad_ids=words["bad_words_list"],
             text=TextOptions(
-                tuple(text.get("stop_words", ())),
-                text.get("include_stop", False),
-                text.get("skip_special_tokens", True),
+                state.text.stop_words,
+                state.text.include_stop,
+                state.text.skip_special_tokens,
                 end_ids,
             ),
             cache_salt_id=row.get("cache_salt_id"),
-            task=task,
-            media=[MediaSpan(**span) for span in state.get("media", ())],
+            task=state.task,
+            media=[MediaSpan(**span.model_dump()) for span in state.media],
             echo=self._echo(row, state) if self._parameters.generation == "echo" else {},
         )
 
-    def _echo(self, row: Row, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _echo(self, row: Row, state: RequestState) -> dict[str, Any]:
         padded: list[int] = row["input_ids"]
         real = row["input_lengths"]
         return {
             "input_ids": padded,
             "attention_mask": row.get("attention_mask", [1] * real + [0] * (len(padded) - real)),
             "offsets": _offsets(row),
-            "mm_views": state.get("mm_views", {}),
+            "mm_views": state.mm_views,
             "pad_id": row.get("pad_id"),
             "echo_output_ids": row.get("echo_output_ids"),
             "echo_delay_ms": row.get("echo_delay_ms"),
