@@ -49,19 +49,25 @@ class Experts:
 
     def gate_up(self, net: Network, kind: str, ids: Tensor | None = None) -> Tensor:
         """[E, 2I, H], or [N, K, 2I, H] of the ids [N, K]."""
-        return self._matrices(net, "gate_up", 2 * self.intermediate, self.hidden, kind, ids)
+        return self._matrices(net, "gate_up", (2 * self.intermediate, self.hidden), 2, kind, ids)
 
     def down(self, net: Network, kind: str, ids: Tensor | None = None) -> Tensor:
         """[E, H, I], or [N, K, H, I] of the ids [N, K]."""
-        return self._matrices(net, "down", self.hidden, self.intermediate, kind, ids)
+        return self._matrices(net, "down", (self.hidden, self.intermediate), 1, kind, ids)
 
     def _matrices(
-        self, net: Network, part: str, rows: int, columns: int, kind: str, ids: Tensor | None
+        self,
+        net: Network,
+        part: str,
+        matrix: tuple[int, int],
+        pieces: int,
+        kind: str,
+        ids: Tensor | None,
     ) -> Tensor:
-        name, shape = f"{self.name}.{part}", (self.count, rows, columns)
+        name, shape = f"{self.name}.{part}", (self.count, *matrix)
         if ids is None:
-            return stored_matrix(net, name, shape, kind)
-        return gathered_matrices(net, name, shape, kind, ids)
+            return stored_matrix(net, name, shape, kind, pieces=pieces)
+        return gathered_matrices(net, name, shape, kind, ids, pieces=pieces)
 
 
 def softmax_router(

@@ -17,14 +17,14 @@ G = torch.Generator().manual_seed(23)
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def _decoded(weights: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+def _decoded(weights: dict[str, Tensor], shape: tuple[int, ...], pieces: int = 1) -> Tensor:
     """The network's values of "w", float32, by layers, by tables, and of gathered matrices."""
     ids = torch.tensor([[2, 0], [1, 2], [0, 0]]).int()
 
     def build(net, ids):
-        out = {"values": stored_matrix(net, "w", shape, "float32")}
+        out = {"values": stored_matrix(net, "w", shape, "float32", pieces=pieces)}
         if len(shape) == 3:
-            out["some"] = gathered_matrices(net, "w", shape, "float32", ids)
+            out["some"] = gathered_matrices(net, "w", shape, "float32", ids, pieces=pieces)
         return out
 
     results = [
@@ -47,29 +47,44 @@ def _scales(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "shape", [(192, 320), (64, 320), (128, 128), (256, 48), (3, 130, 128), (3, 8, 8)]
+    ("shape", "pieces"),
+    [
+        ((192, 320), 1),
+        ((64, 320), 1),
+        ((128, 128), 1),
+        ((256, 48), 1),
+        ((3, 130, 128), 1),
+        ((3, 8, 8), 1),
+        ((3, 512, 128), 2),
+        ((3, 300, 40), 2),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_blocks_with_partial_last_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    codes = _codes(*shape)
-    scale = _scales(*shape[:-2], *(math.ceil(n / 128) for n in shape[-2:])).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_blocks_with_partial_last_ones(
+    shape: tuple[int, ...], pieces: int, dtype: torch.dtype
+) -> None:
+    codes, rows = _codes(*shape), shape[-2] // pieces
+    per_piece = math.ceil(rows / 128)
+    scale = _scales(*shape[:-2], pieces * per_piece, math.ceil(shape[-1] / 128)).to(dtype)
     expected = codes.float()
     for row in range(shape[-2]):
         for column in range(0, shape[-1], 128):
-            block = scale[..., row // 128, column // 128].float()
+            number = row // rows * per_piece + row % rows // 128
+            block = scale[..., number, column // 128].float()
             expected[..., row, column : column + 128] *= block[..., None]
-    found = _decoded({"w.weight": codes, "w.weights_scaling_factor": scale}, shape)
-    assert torch.equal(found, expected)
+    weights = {"w.weight": codes, "w.weights_scaling_factor": scale}
+    assert torch.equal(_decoded(weights, shape, pieces), expected)
 
 
-@pytest.mark.parametrize(
-    ("shape", "scales"), [((6, 8), (1,)), ((3, 6, 8), (3,)), ((3, 6, 8), (1,))]
-)
-def test_fp8_per_tensor(shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
-    codes, scale = _codes(*shape), _scales(*scales)
-    expected = codes.float() * scale.reshape(-1, *(1 for _ in shape[1:]))
-    found = _decoded({"w.weight": codes, "w.weights_scaling_factor": scale}, shape)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_fp8_with_one_scale(pieces: int) -> None:
+    codes, scale = _codes(6, 8), _scales(1)
+    found = _decoded({"w.weight": codes, "w.weights_scaling_factor": scale}, (6, 8))
+    assert torch.equal(found, codes.float() * scale)
+    codes, scale = _codes(3, 6, 8), _scales(3, pieces)
+    expected = codes.float() * scale.repeat_interleave(6 // pieces, 1)[..., None]
+    weights = {"w.weight": codes, "w.weights_scaling_factor": scale}
+    assert torch.equal(_decoded(weights, (3, 6, 8), pieces), expected)
 
 
 def _nvfp4(shape: tuple[int, ...], globals_: tuple[int, ...]) -> dict[str, Tensor]:
@@ -99,9 +114,10 @@ def _nvfp4_by_hand(weights: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor
 def test_nvfp4(shape: tuple[int, ...], globals_: tuple[int, ...]) -> None:
     weights = _nvfp4(shape, globals_)
     expected = _nvfp4_by_hand(weights, shape)
-    assert torch.equal(_decoded(weights, shape), expected)
+    pieces = globals_[-1]
+    assert torch.equal(_decoded(weights, shape, pieces), expected)
     swapped = weights | {"w.weight": (weights["w.weight"] >> 4) | (weights["w.weight"] << 4)}
-    assert not torch.allclose(_decoded(swapped, shape), expected)
+    assert not torch.allclose(_decoded(swapped, shape, pieces), expected)
 
 
 def test_nvfp4_check_vector() -> None:
@@ -131,7 +147,7 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     broken = _nvfp4((3, 8, 32), (3, 2))
     del broken["w.weights_scaling_factor_2"]
     with pytest.raises(InputError, match="scales do not fit"):
-        _decoded(broken, (3, 8, 32))
+        _decoded(broken, (3, 8, 32), 2)
     with pytest.raises(BuildError, match="not what the network needs"):
         _decoded(_nvfp4((6, 32), (1,)), (6, 64))
     with pytest.raises(InputError, match="no way to read"):
