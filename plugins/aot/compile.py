@@ -17,6 +17,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from plugins.aot.spec import KernelSpec
 from plugins.support.errors import CapabilityError, InputError
@@ -93,7 +94,9 @@ def _source(spec: KernelSpec) -> ASTSource:
     signature |= {a.name: "*" + _TYPES[a.dtype] for a in spec.outputs}
     signature |= dict.fromkeys(spec.constants, "constexpr")
     constants: dict[str, Any] = dict(spec.constants)
-    return ASTSource(
+    # A kernel in Gluon, Triton's explicit level, enters the compiler behind the layout passes.
+    source = GluonASTSource if spec.function.is_gluon() else ASTSource
+    return source(
         fn=spec.function, signature=signature, constexprs=constants, attrs=_divisible(spec)
     )
 
@@ -165,7 +168,11 @@ def compile_kernel(
     compiled = triton.compile(
         _source(spec),
         target=GPUTarget("cuda", major * 10 + minor, 32),
-        options={"num_warps": spec.warps, "ptx_version": version},
+        options={
+            "num_warps": spec.warps,
+            "ptx_version": version,
+            "maxnreg": spec.registers,
+        },
     )
     _refuse_unlaunchable(spec, compiled.metadata)
     parameters = tuple(spec.function.arg_names[: len(spec.tensors) + len(spec.scalars)])

@@ -40,6 +40,7 @@ class KernelSpec:
         constants: compile-time constants.
         grid: launch grid as a function of the scalars and of the names in `grid_names`.
         warps: warps per program.
+        registers: most registers per thread, where fewer let more programs share a processor.
         working_outputs: outputs that are working space, not results.
     """
 
@@ -51,6 +52,7 @@ class KernelSpec:
     constants: Mapping[str, Any]
     grid: Grid
     warps: int = 4
+    registers: int | None = None
     working_outputs: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -82,7 +84,9 @@ class KernelSpec:
         arguments += [tensors[a.name] for a in self.outputs]
         grid = self.grid(values)
         if all(extent > 0 for extent in grid):
-            self.function[grid](*arguments, **self.constants, num_warps=self.warps)
+            self.function[grid](
+                *arguments, **self.constants, num_warps=self.warps, maxnreg=self.registers
+            )
 
 
 def ceil_div(a: Any, b: Any) -> Any:

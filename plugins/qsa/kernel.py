@@ -42,9 +42,16 @@ def decode_plan(g: Geometry, rows: int, processors: int = 132) -> DecodePlan:
     return DecodePlan(Tiles(32 if splits > 16 else 64, 4, 3), splits)
 
 
-def prefill_tiles(g: Geometry) -> tuple[int, Tiles]:
-    """Queries per tile and tiles of prefill attention."""
-    return max(1, 64 // (g.heads // g.kv_heads)), Tiles(64, 4, 2)
+@dataclass(frozen=True)
+class PrefillPlan:
+    """How prefill attention is cut: queries per tile, tiles for shared and for single walks."""
+
+    rows: int = 4
+    together: Tiles = Tiles(32, 4, 2)
+    apart: Tiles = Tiles(64, 2, 2)
+
+
+PREFILL = PrefillPlan()
 
 
 def _with_cache(g: Geometry, cache: Tensor) -> Geometry:
@@ -100,16 +107,13 @@ def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
         spec.launch({**call, "ids": ids}, {"S": steps, "NB": count, "rows": rows})
         return ids
     chunks = triton.cdiv(count, SELECT_CHUNK)
-    shape = (rows, chunks, g.blocks)
-    found = {
-        "candidate_ids": torch.empty(shape, dtype=torch.int32, device=scores.device),
-        "candidate_bits": torch.empty(shape, dtype=torch.int32, device=scores.device),
-    }
+    candidates = torch.empty((rows, chunks, g.blocks), dtype=torch.int32, device=scores.device)
     plan.select_chunk(g, SELECT_CHUNK, warps=16).launch(
-        {**call, **found}, {"S": steps, "NB": count, "chunks": chunks, "rows": rows}
+        {**call, "candidates": candidates}, {"S": steps, "NB": count, "chunks": chunks, "rows": rows}
     )
-    plan.select_among(g, chunks, warps=16).launch(
-        {**found, "ids": ids}, {"width": chunks * g.blocks, "rows": rows}
+    plan.select_among(g, chunks, warps=min(16, max(4, 2 * chunks))).launch(
+        {"scores": scores, "candidates": candidates, "ids": ids},
+        {"NB": count, "width": chunks * g.blocks, "rows": rows},
     )
     return ids
 
@@ -204,28 +208,31 @@ def attend_prefill(
     past: Tensor,
     new: Tensor,
     gate: Tensor,
-    how: tuple[int, Tiles] | None = None,
+    how: PrefillPlan | None = None,
 ) -> Tensor:
     """The same as `attend_decode`, with neighbouring queries reading their blocks together."""
     g = _with_cache(g, key_cache)
     batch, heads, steps, width = query.shape
-    rows, tiles = how or prefill_tiles(g)
+    how = how or PREFILL
+    rows = how.rows
     counts, entries = unite(g, blocks, past, new, rows, key_cache.shape[2] // g.ratio)
     out = query.new_empty((batch, steps, heads * width))
-    plan.attend_tile(g, rows, tiles, gate.shape[-1] == 2 * heads * width).launch(
-        {
-            "q": query,
-            "k_cache": key_cache,
-            "v_cache": value_cache,
-            "counts": counts,
-            "entries": entries,
-            "past": past,
-            "new": new,
-            "gate": gate,
-            "out": out,
-        },
-        {"S": steps, "C": key_cache.shape[2], "batch": batch},
-    )
+    tensors = {
+        "q": query,
+        "k_cache": key_cache,
+        "v_cache": value_cache,
+        "blocks": blocks,
+        "counts": counts,
+        "entries": entries,
+        "past": past,
+        "new": new,
+        "gate": gate,
+        "out": out,
+    }
+    values = {"S": steps, "C": key_cache.shape[2], "batch": batch, "rows": batch * steps}
+    interleaved = gate.shape[-1] == 2 * heads * width
+    plan.attend_tile(g, rows, how.together, interleaved).launch(tensors, values)
+    plan.attend_apart(g, rows, how.apart, interleaved).launch(tensors, values)
     return out
 
 

@@ -56,6 +56,7 @@ class Tiles:
     columns: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def dot_type(geometry: Geometry) -> Any:
@@ -121,6 +122,7 @@ def attend_whole(g: Geometry, tiles: Tiles, interleaved_gate: bool = False) -> K
         },
         grid=lambda v: (v["rows"] * g.kv_heads,),
         warps=tiles.warps,
+        registers=tiles.registers,
     )
 
 
@@ -161,6 +163,7 @@ def attend_split(g: Geometry, tiles: Tiles, overlap: bool = False) -> KernelSpec
         },
         grid=lambda v: (v["rows"] * g.kv_heads, v["splits"]),
         warps=tiles.warps,
+        registers=tiles.registers,
     )
 
 
@@ -218,6 +221,7 @@ def score_blocks(g: Geometry, rows: int, tiles: Tiles) -> KernelSpec:
             v["batch"],
         ),
         warps=tiles.warps,
+        registers=tiles.registers,
     )
 
 
@@ -245,7 +249,7 @@ def select_chunk(g: Geometry, chunk: int, warps: int) -> KernelSpec:
         function=select.select_chunk,
         inputs=_SELECT_INPUTS,
         scalars=("S", "NB", "chunks"),
-        outputs=(Argument("candidate_ids", "int32"), Argument("candidate_bits", "int32")),
+        outputs=(Argument("candidates", "int32"),),
         constants={"K": g.blocks, "RATIO": g.ratio, "CHUNK": chunk},
         grid=lambda v: (v["rows"], v["chunks"]),
         warps=warps,
@@ -257,8 +261,8 @@ def select_among(g: Geometry, most_chunks: int, warps: int) -> KernelSpec:
     return KernelSpec(
         name="qsa_select_among",
         function=select.select_among,
-        inputs=(Argument("candidate_ids", "int32"), Argument("candidate_bits", "int32")),
-        scalars=("width",),
+        inputs=(Argument("scores", "float32"), Argument("candidates", "int32")),
+        scalars=("NB", "width"),
         outputs=(Argument("ids", "int32"),),
         constants={"K": g.blocks, "WIDTH": _power(most_chunks * g.blocks, 1)},
         grid=lambda v: (v["rows"],),
@@ -317,6 +321,7 @@ def attend_tile(g: Geometry, rows: int, tiles: Tiles, interleaved_gate: bool = F
             "M": _power(rows * g.heads // g.kv_heads, 16),
             "TOKENS": tiles.columns,
             "TAIL": _power(rows + g.ratio - 1, 16),
+            "LIMIT": union_limit(g, rows),
             "SCALE": g.width**-0.5 * g.k_scale,
             "V_SCALE": g.v_scale,
             **_gate_constants(g, interleaved_gate),
@@ -325,6 +330,41 @@ def attend_tile(g: Geometry, rows: int, tiles: Tiles, interleaved_gate: bool = F
         },
         grid=lambda v: (ceil_div(v["S"], rows), g.kv_heads, v["batch"]),
         warps=tiles.warps,
+        registers=tiles.registers,
+    )
+
+
+def union_limit(g: Geometry, rows: int) -> int:
+    """Blocks in the union of `rows` queries up to which walking it together is faster."""
+    return max(g.blocks, rows * g.blocks * 9 // 16)
+
+
+def attend_apart(
+    g: Geometry, rows: int, tiles: Tiles, interleaved_gate: bool = False
+) -> KernelSpec:
+    """Prefill attention of the tiles that `attend_tile` leaves out. Grid names: rows."""
+    return KernelSpec(
+        name="qsa_attend_apart",
+        function=prefill.attend_apart,
+        inputs=(
+            *_attention_inputs(g)[:4],
+            Argument("counts", "int32"),
+            *_CALL,
+            Argument("gate", g.dtype),
+        ),
+        scalars=("S", "C"),
+        outputs=(Argument("out", g.dtype),),
+        constants={
+            "ROWS": rows,
+            "LIMIT": union_limit(g, rows),
+            **attention_constants(g, tiles),
+            **_gate_constants(g, interleaved_gate),
+            "DOT": dot_type(g),
+            "STAGES": tiles.stages,
+        },
+        grid=lambda v: (v["rows"], g.kv_heads),
+        warps=tiles.warps,
+        registers=tiles.registers,
     )
 
 

@@ -18,8 +18,31 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def _tokens(block, column, kept, visible, position, last_column, RATIO: tl.constexpr):
+    """Tokens of a tile's columns and which of them count; the others stand for token 0.
+
+    Token 0 is always there when any token is, so tiles are loaded without masks.
+    """
+    block = tl.where(column // RATIO == kept, visible, block)
+    token = block * RATIO + column % RATIO
+    used = (block >= 0) & (token <= position) & (column < last_column)
+    return tl.where(used, token, 0).to(tl.int64), used
+
+
+@triton.jit
+def _weigh(score, used, maximum, normalizer):
+    """One online-softmax step over scores [HEADS, TOKENS] in powers of two."""
+    score = tl.where(used[None, :], score, LOWEST)
+    highest = tl.maximum(maximum, tl.max(score, axis=1))
+    decay = tl.exp2(maximum - highest)
+    weight = tl.where(used[None, :], tl.exp2(score - highest[:, None]), 0.0)
+    return weight, decay, highest, normalizer * decay + tl.sum(weight, axis=1)
+
+
+@triton.jit
 def _walk(
-    query,
+    low_query,
+    high_query,
     blocks,
     keys,
     values,
@@ -38,38 +61,33 @@ def _walk(
 ):
     """Online softmax over the columns [first_column, last_column) of one row and key head.
 
-    `query` is [D, HEADS]; returns the sum [D, HEADS], the maximum and the normalizer [HEADS], all
-    in powers of two.
+    The queries are [HEADS, D / 2], the low and the high half of the channels: two half as long
+    chains of dependent products. Returns the sum [HEADS, D], the maximum and the normalizer
+    [HEADS], in powers of two.
     """
     lanes = tl.arange(0, TOKENS)
+    half = tl.arange(0, D // 2)
     dims = tl.arange(0, D)
     maximum = tl.full((HEADS,), LOWEST, tl.float32)
-    # Kept per token lane and summed once at the end: no reduction across warps inside the loop.
-    normalizer = tl.zeros((TOKENS, HEADS), tl.float32)
-    total = tl.zeros((D, HEADS), tl.float32)
+    normalizer = tl.zeros((HEADS,), tl.float32)
+    total = tl.zeros((HEADS, D), tl.float32)
     # Block ids run one tile ahead in registers: were they part of the pipeline, its in-order waits
     # would hold back the tiles that are in flight.
-    ahead = first_column + lanes
-    block = tl.load(blocks + ahead // RATIO, mask=ahead // RATIO < kept, other=-1)
+    ahead = (first_column + lanes) // RATIO
+    block = tl.load(blocks + ahead, mask=ahead < kept, other=-1)
     for start in tl.range(first_column, last_column, TOKENS, num_stages=STAGES):
         column = start + lanes
-        block = tl.where(column // RATIO == kept, visible, block)
-        token = block * RATIO + column % RATIO
-        used = (block >= 0) & (token <= position) & (column < last_column)
+        token, used = _tokens(block, column, kept, visible, position, last_column, RATIO)
         ahead = (column + TOKENS) // RATIO
         block = tl.load(blocks + ahead, mask=ahead < kept, other=-1)
-        offset = tl.where(used, token, 0)[:, None].to(tl.int64) * D + dims[None, :]
-        key = tl.load(keys + offset, mask=used[:, None], other=0.0).to(DOT)
-        score = tl.dot(key, query) * scale
-        score = tl.where(used[:, None], score, LOWEST)
-        highest = tl.maximum(maximum, tl.max(score, axis=0))
-        decay = tl.exp2(maximum - highest)
-        weight = tl.where(used[:, None], tl.exp2(score - highest[None, :]), 0.0)
-        normalizer = normalizer * decay[None, :] + weight
-        value = tl.load(values + offset, mask=used[:, None], other=0.0).to(DOT)
-        total = tl.dot(tl.trans(value), weight.to(DOT), acc=total * decay[None, :])
-        maximum = highest
-    return total, maximum, tl.sum(normalizer, axis=0)
+        at = token[:, None] * D
+        low_key = tl.load(keys + at + half[None, :]).to(DOT)
+        high_key = tl.load(keys + at + D // 2 + half[None, :]).to(DOT)
+        score = tl.dot(low_query, tl.trans(low_key)) + tl.dot(high_query, tl.trans(high_key))
+        weight, decay, maximum, normalizer = _weigh(score * scale, used, maximum, normalizer)
+        value = tl.load(values + at + dims[None, :]).to(DOT)
+        total = tl.dot(weight.to(DOT), value, acc=total * decay[:, None])
+    return total, maximum, normalizer
 
 
 @triton.jit
@@ -125,41 +143,30 @@ def _walk_fp8(
     Hardware transposes tiles of 16-bit elements only. Two neighbouring channels are therefore
     moved as one 16-bit word and parted in registers.
     """
-    HALF: tl.constexpr = D // 2
     lanes = tl.arange(0, TOKENS)
-    pairs = tl.arange(0, HALF)
+    pairs = tl.arange(0, D // 2)
     key_pairs = keys.to(tl.pointer_type(tl.int16))
     value_pairs = values.to(tl.pointer_type(tl.int16))
     maximum = tl.full((HEADS,), LOWEST, tl.float32)
-    normalizer = tl.zeros((TOKENS, HEADS), tl.float32)
-    even_total = tl.zeros((HALF, HEADS), tl.float32)
-    odd_total = tl.zeros((HALF, HEADS), tl.float32)
-    # Block ids run one tile ahead in registers: were they part of the pipeline, its in-order waits
-    # would hold back the tiles that are in flight.
-    ahead = first_column + lanes
-    block = tl.load(blocks + ahead // RATIO, mask=ahead // RATIO < kept, other=-1)
+    normalizer = tl.zeros((HEADS,), tl.float32)
+    even_total = tl.zeros((HEADS, D // 2), tl.float32)
+    odd_total = tl.zeros((HEADS, D // 2), tl.float32)
+    ahead = (first_column + lanes) // RATIO
+    block = tl.load(blocks + ahead, mask=ahead < kept, other=-1)
     for start in tl.range(first_column, last_column, TOKENS, num_stages=STAGES):
         column = start + lanes
-        block = tl.where(column // RATIO == kept, visible, block)
-        token = block * RATIO + column % RATIO
-        used = (block >= 0) & (token <= position) & (column < last_column)
+        token, used = _tokens(block, column, kept, visible, position, last_column, RATIO)
         ahead = (column + TOKENS) // RATIO
         block = tl.load(blocks + ahead, mask=ahead < kept, other=-1)
-        offset = tl.where(used, token, 0)[:, None].to(tl.int64) * HALF + pairs[None, :]
-        even, odd = _halves(tl.load(key_pairs + offset, mask=used[:, None], other=0), DOT)
-        score = tl.dot(even, even_query)
-        score = tl.dot(odd, odd_query, acc=score) * scale
-        score = tl.where(used[:, None], score, LOWEST)
-        highest = tl.maximum(maximum, tl.max(score, axis=0))
-        decay = tl.exp2(maximum - highest)
-        weight = tl.where(used[:, None], tl.exp2(score - highest[None, :]), 0.0)
-        normalizer = normalizer * decay[None, :] + weight
-        value = tl.trans(tl.load(value_pairs + offset, mask=used[:, None], other=0))
-        even_value, odd_value = _halves(value, DOT)
-        even_total = tl.dot(even_value, weight.to(DOT), acc=even_total * decay[None, :])
-        odd_total = tl.dot(odd_value, weight.to(DOT), acc=odd_total * decay[None, :])
-        maximum = highest
-    return even_total, odd_total, maximum, tl.sum(normalizer, axis=0)
+        at = token[:, None] * (D // 2) + pairs[None, :]
+        even_key, odd_key = _halves(tl.trans(tl.load(key_pairs + at)), DOT)
+        score = tl.dot(even_query, even_key) + tl.dot(odd_query, odd_key)
+        weight, decay, maximum, normalizer = _weigh(score * scale, used, maximum, normalizer)
+        even_value, odd_value = _halves(tl.load(value_pairs + at), DOT)
+        weight = weight.to(DOT)
+        even_total = tl.dot(weight, even_value, acc=even_total * decay[:, None])
+        odd_total = tl.dot(weight, odd_value, acc=odd_total * decay[:, None])
+    return even_total, odd_total, maximum, normalizer
 
 
 @triton.jit
@@ -187,11 +194,11 @@ def _load_query(
     q, slot, step, S, first_head, FIRST: tl.constexpr, STRIDE: tl.constexpr, HQ: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Channels FIRST, FIRST + STRIDE, ... of a group's queries: [D / STRIDE, HEADS]."""
+    """Half of the channels, FIRST, FIRST + STRIDE, ..., of a group's queries: [HEADS, D / 2]."""
     heads = tl.arange(0, HEADS)
-    dims = tl.arange(0, D // STRIDE) * STRIDE + FIRST
-    at = ((slot * HQ + first_head + heads[None, :]).to(tl.int64) * S + step) * D + dims[:, None]
-    return tl.load(q + at, mask=heads[None, :] < GROUP, other=0.0).to(DOT)
+    dims = tl.arange(0, D // 2) * STRIDE + FIRST
+    at = ((slot * HQ + first_head + heads[:, None]).to(tl.int64) * S + step) * D + dims[None, :]
+    return tl.load(q + at, mask=heads[:, None] < GROUP, other=0.0).to(DOT)
 
 
 @triton.jit
@@ -201,8 +208,8 @@ def _store_partial(
 ):  # fmt: skip
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, D // STRIDE) * STRIDE + FIRST
-    place = at[None, :] * D + dims[:, None]
-    tl.store(partial + place, total * factor[None, :], mask=heads[None, :] < GROUP)
+    place = at[:, None] * D + dims[None, :]
+    tl.store(partial + place, total * factor[:, None], mask=heads[:, None] < GROUP)
 
 
 @triton.jit
@@ -212,11 +219,11 @@ def _store_gated(
 ):  # fmt: skip
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, D // STRIDE) * STRIDE + FIRST
-    live = heads[None, :] < GROUP
-    gate_at = at[None, :] * GATE_STRIDE + GATE_OFFSET + dims[:, None]
+    live = heads[:, None] < GROUP
+    gate_at = at[:, None] * GATE_STRIDE + GATE_OFFSET + dims[None, :]
     opened = tl.sigmoid(tl.load(gate + gate_at, mask=live, other=0.0).to(tl.float32))
-    result = total * factor[None, :] * opened
-    tl.store(out + at[None, :] * D + dims[:, None], result.to(out.dtype.element_ty), mask=live)
+    result = total * factor[:, None] * opened
+    tl.store(out + at[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -277,15 +284,76 @@ def attend_split(
         _store_partial(partial, at, even, V_SCALE / safe, 0, 2, GROUP, D, HEADS)
         _store_partial(partial, at, odd, V_SCALE / safe, 1, 2, GROUP, D, HEADS)
     else:
-        query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+        low = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+        high = _load_query(q, slot, step, S, kv_head * GROUP, D // 2, 1, HQ, GROUP, D, HEADS, DOT)
         total, maximum, normalizer = _walk(
-            query, mine, keys, values, first, last, kept, visible, position,
+            low, high, mine, keys, values, first, last, kept, visible, position,
             SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
         )  # fmt: skip
         safe = tl.where(normalizer > 0, normalizer, 1.0)
         _store_partial(partial, at, total, V_SCALE / safe, 0, 1, GROUP, D, HEADS)
     lse = tl.where(normalizer > 0, maximum + tl.log2(safe), LOWEST)
     tl.store(partial_lse + at, lse, mask=heads < GROUP)
+
+
+@triton.jit
+def attend_row(
+    q,
+    k_cache,
+    v_cache,
+    blocks,
+    past,
+    new,
+    gate,
+    row,
+    kv_head,
+    S,
+    C,
+    out,
+    K: tl.constexpr,
+    RATIO: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    FP8: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    GATE_OFFSET: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """All of one row and key head: attention, gate, store."""
+    GROUP: tl.constexpr = HQ // HK
+    heads = tl.arange(0, HEADS)
+    slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
+    last = position + 1 - (visible - kept) * RATIO
+    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
+    keys = k_cache + cache_at
+    values = v_cache + cache_at
+    mine = blocks + row.to(tl.int64) * K
+    at = row.to(tl.int64) * HQ + kv_head * GROUP + heads
+    if FP8:
+        even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
+        odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
+        even, odd, maximum, normalizer = _walk_fp8(
+            even_query, odd_query, mine, keys, values, 0, last, kept, visible, position,
+            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
+        )  # fmt: skip
+        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
+        _store_gated(out, gate, at, even, factor, 0, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
+        _store_gated(out, gate, at, odd, factor, 1, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
+    else:
+        low = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+        high = _load_query(q, slot, step, S, kv_head * GROUP, D // 2, 1, HQ, GROUP, D, HEADS, DOT)
+        total, maximum, normalizer = _walk(
+            low, high, mine, keys, values, 0, last, kept, visible, position,
+            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
+        )  # fmt: skip
+        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
+        _store_gated(out, gate, at, total, factor, 0, 1, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
 
 
 @triton.jit
@@ -322,33 +390,11 @@ def attend_whole(
     """
     row = tl.program_id(0) // HK
     kv_head = tl.program_id(0) % HK
-    GROUP: tl.constexpr = HQ // HK
-    heads = tl.arange(0, HEADS)
-    slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
-    last = position + 1 - (visible - kept) * RATIO
-    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
-    keys = k_cache + cache_at
-    values = v_cache + cache_at
-    mine = blocks + row.to(tl.int64) * K
-    at = row.to(tl.int64) * HQ + kv_head * GROUP + heads
-    if FP8:
-        even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
-        odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
-        even, odd, maximum, normalizer = _walk_fp8(
-            even_query, odd_query, mine, keys, values, 0, last, kept, visible, position,
-            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
-        )  # fmt: skip
-        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
-        _store_gated(out, gate, at, even, factor, 0, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
-        _store_gated(out, gate, at, odd, factor, 1, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
-    else:
-        query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
-        total, maximum, normalizer = _walk(
-            query, mine, keys, values, 0, last, kept, visible, position,
-            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
-        )  # fmt: skip
-        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
-        _store_gated(out, gate, at, total, factor, 0, 1, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
+    attend_row(
+        q, k_cache, v_cache, blocks, past, new, gate, row, kv_head, S, C, out,
+        K, RATIO, HQ, HK, D, HEADS, TOKENS, SCALE, V_SCALE, FP8, GATE_STRIDE, GATE_OFFSET,
+        DOT, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -392,22 +438,26 @@ def attend_once(
     # Read before anything is known about the row: the addresses do not depend on its position.
     block = tl.load(blocks + row.to(tl.int64) * K + entry, mask=entry < K, other=-1)
     slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
-    query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+    low = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+    high = _load_query(q, slot, step, S, kv_head * GROUP, D // 2, 1, HQ, GROUP, D, HEADS, DOT)
     if OVERLAP:
         gdc_launch_dependents()
-    block = tl.where(entry < kept, block, tl.where(entry == kept, visible, -1))
-    token = block * RATIO + column % RATIO
-    used = (block >= 0) & (token <= position)
-    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
-    offset = tl.where(used, token, 0)[:, None].to(tl.int64) * D + dims[None, :]
-    key = tl.load(k_cache + cache_at + offset, mask=used[:, None], other=0.0).to(DOT)
-    value = tl.load(v_cache + cache_at + offset, mask=used[:, None], other=0.0).to(DOT)
-    score = tl.dot(key, query) * (SCALE * LOG2_E)
-    score = tl.where(used[:, None], score, LOWEST)
-    maximum = tl.max(score, axis=0)
-    weight = tl.where(used[:, None], tl.exp2(score - maximum[None, :]), 0.0)
-    normalizer = tl.sum(weight, axis=0)
-    total = tl.dot(tl.trans(value), weight.to(DOT))
+    block = tl.where(entry < kept, block, -1)
+    columns = position + 1 - (visible - kept) * RATIO
+    token, used = _tokens(block, column, kept, visible, position, columns, RATIO)
+    # A padding row's cache may hold anything, even at token 0.
+    some = (tl.zeros((TOKENS,), tl.int32) + position >= 0)[:, None]
+    at_token = (slot * HK + kv_head).to(tl.int64) * C * D + token[:, None] * D
+    half = tl.arange(0, D // 2)
+    low_key = tl.load(k_cache + at_token + half[None, :], mask=some, other=0.0).to(DOT)
+    high_key = tl.load(k_cache + at_token + D // 2 + half[None, :], mask=some, other=0.0).to(DOT)
+    value = tl.load(v_cache + at_token + dims[None, :], mask=some, other=0.0).to(DOT)
+    score = tl.dot(low, tl.trans(low_key)) + tl.dot(high, tl.trans(high_key))
+    lowest = tl.full((HEADS,), LOWEST, tl.float32)
+    weight, _, maximum, normalizer = _weigh(
+        score * (SCALE * LOG2_E), used, lowest, tl.zeros((HEADS,), tl.float32)
+    )
+    total = tl.dot(weight.to(DOT), value)
     safe = tl.where(normalizer > 0, normalizer, 1.0)
     at = (split * rows + row).to(tl.int64) * HQ + kv_head * GROUP + heads
     _store_partial(partial, at, total, V_SCALE / safe, 0, 1, GROUP, D, HEADS)

@@ -4,6 +4,9 @@ Neighbours of one sequence choose mostly the same blocks. A tile of ROWS queries
 the union of their blocks once, with one mask bit per query; ROWS x 12 heads fill the long side of
 the matrix instruction. The incomplete tails of a tile lie in one short run of tokens, which is
 handled apart, so that only that step compares token positions.
+
+Where neighbours share so little that the union has more than LIMIT blocks, walking it costs more
+than it saves: `attend_tile` leaves such tiles out and `attend_apart` takes exactly those.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plugins.qsa.kernels.attention import LOG2_E, LOWEST
+from plugins.qsa.kernels.attention import LOG2_E, LOWEST, attend_row
 
 
 @triton.jit
@@ -108,6 +111,7 @@ def attend_tile(
     M: tl.constexpr,
     TOKENS: tl.constexpr,
     TAIL: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
@@ -124,6 +128,9 @@ def attend_tile(
     kv_head = tl.program_id(1)
     slot = tl.program_id(2)
     place = slot * tl.num_programs(0) + tile
+    union = tl.load(counts + place)
+    if union > LIMIT:
+        return
     GROUP: tl.constexpr = HQ // HK
     line = tl.arange(0, M)
     row = line // GROUP
@@ -160,7 +167,7 @@ def attend_tile(
         newer_score, in_tail, DOT, newer_value, total, maximum, normalizer
     )
 
-    union = tl.load(counts + place) * RATIO
+    union *= RATIO
     list_ = entries + place.to(tl.int64) * ROWS * K
     # Entries run one tile ahead in registers, see `attention._walk`.
     word = tl.load(list_ + lanes // RATIO, mask=lanes < union, other=0)
@@ -186,3 +193,48 @@ def attend_tile(
     tl.store(
         out + at[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside[:, None]
     )
+
+
+@triton.jit
+def attend_apart(
+    q,
+    k_cache,
+    v_cache,
+    blocks,
+    counts,
+    past,
+    new,
+    gate,
+    S,
+    C,
+    out,
+    ROWS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    K: tl.constexpr,
+    RATIO: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    FP8: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    GATE_OFFSET: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Row by row, the tiles of ROWS queries whose union has more than LIMIT blocks.
+
+    Grid (B * S, HK). Arguments as in `attend_tile` and `attention.attend_whole`.
+    """
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    place = row // S * tl.cdiv(S, ROWS) + row % S // ROWS
+    if tl.load(counts + place) > LIMIT:
+        attend_row(
+            q, k_cache, v_cache, blocks, past, new, gate, row, kv_head, S, C, out,
+            K, RATIO, HQ, HK, D, HEADS, TOKENS, SCALE, V_SCALE, FP8, GATE_STRIDE, GATE_OFFSET,
+            DOT, STAGES,
+        )  # fmt: skip

@@ -137,39 +137,32 @@ def select_chunk(
     S,
     NB,
     chunks,
-    candidate_ids,
-    candidate_bits,
+    candidates,
     K: tl.constexpr,
     RATIO: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Top K of one chunk of a row. Grid (rows, chunks). Outputs int32 [B, S, chunks, K]."""
+    """Top K of one chunk of a row. Grid (rows, chunks). candidates int32 [B, S, chunks, K]."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     bits = _row_bits(scores, past, new, row, chunk, S, NB, RATIO, CHUNK)
     word, count, place = _choose(bits, K, CHUNK)
     first = chunk * CHUNK + tl.arange(0, CHUNK // 32) * 32
-    at = (row.to(tl.int64) * chunks + chunk) * K
-    mine = scores + row.to(tl.int64) * NB
+    out = candidates + (row.to(tl.int64) * chunks + chunk) * K
     for _ in range(tl.max(count)):
         bit, rest = _pop(word)
-        score = tl.load(mine + first + bit, mask=word != 0, other=0.0)
-        tl.store(candidate_ids + at + place, first + bit, mask=word != 0)
-        tl.store(
-            candidate_bits + at + place,
-            score.to(tl.int32, bitcast=True) & 0x7FFFFFFF,
-            mask=word != 0,
-        )
+        tl.store(out + place, first + bit, mask=word != 0)
         place += 1
         word = rest
     lane = tl.arange(0, K)
-    tl.store(candidate_bits + at + lane, -1, mask=lane >= tl.sum(count))
+    tl.store(out + lane, -1, mask=lane >= tl.sum(count))
 
 
 @triton.jit
 def select_among(
-    candidate_ids,
-    candidate_bits,
+    scores,
+    candidates,
+    NB,
     width,
     ids,
     K: tl.constexpr,
@@ -177,16 +170,18 @@ def select_among(
 ):
     """Top K of the chunks' winners. Grid (rows,). width = chunks * K <= WIDTH, a power of two."""
     row = tl.program_id(0)
-    at = row.to(tl.int64) * width
+    mine = candidates + row.to(tl.int64) * width
     first = tl.arange(0, WIDTH // 32) * 32
     lanes = first[:, None] + tl.arange(0, 32)[None, :]
-    bits = tl.load(candidate_bits + at + lanes, mask=lanes < width, other=-1)
+    block = tl.load(mine + lanes, mask=lanes < width, other=-1)
+    score = tl.load(scores + row.to(tl.int64) * NB + block, mask=block >= 0, other=0.0)
+    bits = tl.where(block >= 0, score.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
     word, count, place = _choose(bits, K, WIDTH)
     out = ids + row.to(tl.int64) * K
     for _ in range(tl.max(count)):
         bit, rest = _pop(word)
-        block = tl.load(candidate_ids + at + first + bit, mask=word != 0, other=-1)
-        tl.store(out + place, block, mask=word != 0)
+        chosen = tl.load(mine + first + bit, mask=word != 0, other=-1)
+        tl.store(out + place, chosen, mask=word != 0)
         place += 1
         word = rest
     lane = tl.arange(0, K)
