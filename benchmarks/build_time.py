@@ -27,7 +27,7 @@ TARGETS: tuple[tuple[str, ...], ...] = (("8.9",), ("8.0", "8.6", "8.9", "12.0"))
 def measure(checkpoint: Path, root: Path, targets: tuple[str, ...], weights: WeightMode) -> str:
     """Build once; returns the cells of one table row."""
     out = root / f"engine-{time.monotonic_ns()}"
-    request = Request(8, 1024, None, 0, 512, "tensorrt_rtx", targets, weights)
+    request = Request(8, 1024, None, 0, 512, 8192, "tensorrt_rtx", targets, weights)
     start = time.perf_counter()
     with Path(os.devnull).open("w") as silent, contextlib.redirect_stderr(silent):
         result = build(checkpoint, out, request)

@@ -182,7 +182,7 @@ def _engine(path: Path) -> Description:
         "chunk_size": config.chunk_tokens,
         "weights": f"{config.weights.mode}: {config.weights.file}",
         "weight_bytes": config.weights.identity.bytes,
-        "host_inputs": [f"{host.name} from {host.table}" for host in config.host_inputs],
+        "host_inputs": [f"{host.name} ({host.kind})" for host in config.host_inputs],
         "tokenizer": _tokenizer(path / contract.TOKENIZER_DIR),
     }
     engines = [

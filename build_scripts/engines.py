@@ -46,6 +46,7 @@ class Request:
     max_input_len: int | None
     max_draft_len: int
     chunk_size: int
+    max_num_tokens: int
     flavor: str
     targets: tuple[str, ...] | None
     weights: WeightMode
@@ -69,6 +70,7 @@ class Limits:
             max_seq_len=self.max_seq_len,
             chunk_size=self.chunk_size,
             max_draft_len=self.max_draft_len,
+            max_num_tokens=self.max_num_tokens,
         )
 
 
@@ -107,11 +109,18 @@ def effective_limits(request: Request, max_position_embeddings: int) -> Limits:
             expected=f"less than {chunk_size}",
             found=str(request.max_draft_len),
         )
+    if request.max_num_tokens < chunk_size:
+        raise UsageError(
+            "a context call must hold at least one chunk",
+            where="--max-num-tokens",
+            expected=f"at least {chunk_size} (--chunk-size)",
+            found=str(request.max_num_tokens),
+        )
     return Limits(
         max_batch_size=request.max_batch_size,
         max_seq_len=max_seq_len,
         max_input_len=max_input_len,
-        max_num_tokens=request.max_batch_size * chunk_size,
+        max_num_tokens=min(request.max_num_tokens, request.max_batch_size * chunk_size),
         max_draft_len=request.max_draft_len,
         chunk_size=chunk_size,
     )

@@ -113,6 +113,14 @@ ChunkSize = Annotated[
         help="Tokens of one sequence per call of the context engine; a multiple of 64.",
     ),
 ]
+MaxNumTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-num-tokens",
+        min=64,
+        help="Tokens of one context call, all sequences together; bounds the engine's memory.",
+    ),
+]
 
 
 def targets(text: str | None) -> tuple[str, ...] | None:

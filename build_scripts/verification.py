@@ -24,7 +24,15 @@ from build_scripts import output
 from build_scripts.scores import KL_BOUND, LOGITS, RELATIVE_BOUND, LogitsScore, Score, finite, score
 from converters.registry import FAMILIES
 from plugins.support.progress import progress
-from runtime.contract import PHASES, EngineConfig, Phase, TensorSpec, check_files, read_config
+from runtime.contract import (
+    PHASES,
+    EngineConfig,
+    NgramEmbedding,
+    Phase,
+    TensorSpec,
+    check_files,
+    read_config,
+)
 from runtime.engine import Engine
 from runtime.executors.weights import MappedWeights
 from runtime.host_inputs import HostInput, open_host_inputs
@@ -201,6 +209,10 @@ class TapExecutor:
         self.taps = {tap: results[tap] for tap in taps}
         return results[LOGITS]
 
+    def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `Executor.encode`."""
+        return self._interpreters["audio"].run(inputs)
+
     def close(self) -> None:
         """Nothing to free."""
 
@@ -306,10 +318,11 @@ def _mistaken_hosts(
     """The host inputs as a negative control describes them, over the tables that it changed."""
     described = control.host_inputs([host.model_dump() for host in config.host_inputs])
     mistaken = EngineConfig.model_validate(config.model_dump() | {"host_inputs": described})
-    if not any(host.table in changed for host in mistaken.host_inputs):
+    names = [host.table for host in mistaken.host_inputs if isinstance(host, NgramEmbedding)]
+    if not any(name in changed for name in names):
         yield open_host_inputs(mistaken, engine_dir)
         return
-    tables = {host.table: changed[host.table].contiguous() for host in mistaken.host_inputs}
+    tables = {name: changed[name].contiguous() for name in names}
     with TemporaryDirectory(prefix="build-engine-verify-") as directory:
         save_file(tables, Path(directory) / config.weights.file)
         yield open_host_inputs(mistaken, Path(directory))

@@ -25,6 +25,8 @@ class EngineLimits:
         chunk_size: most tokens per slot in one context call, a multiple of 64.
         max_draft_len: draft tokens that one generation call verifies.
         max_logits_tokens: most logit rows per slot in one context call.
+        max_num_tokens: tokens of one context call, padding included. TensorRT plans memory for
+            the largest call that the profile allows, so it bounds the slots of a context call.
 
     Raises InputError for sizes that no engine can have.
     """
@@ -34,6 +36,7 @@ class EngineLimits:
     chunk_size: int = 512
     max_draft_len: int = 0
     max_logits_tokens: int = 64
+    max_num_tokens: int = 8192
 
     def __post_init__(self) -> None:
         positive = (self.max_batch_size, self.max_seq_len, self.chunk_size, self.max_logits_tokens)
@@ -54,6 +57,11 @@ class EngineLimits:
     def step_tokens(self) -> int:
         """Tokens per slot in one generation call."""
         return 1 + self.max_draft_len
+
+    @property
+    def context_slots(self) -> int:
+        """Most slots of one context call."""
+        return max(1, min(self.max_batch_size, self.max_num_tokens // self.chunk_size))
 
     @property
     def visible_rows(self) -> int:

@@ -259,6 +259,11 @@ class EngineConfig(_Model):
         return self.engines["context"].profile["input_ids"].max[1]
 
     @property
+    def context_slots(self) -> int:
+        """Most slots in one context call."""
+        return self.engines["context"].profile["input_ids"].max[0]
+
+    @property
     def max_logits_rows(self) -> int:
         """Most logit rows per slot in one context call."""
         return self.engines["context"].profile["logits_positions"].max[1]

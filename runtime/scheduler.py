@@ -226,7 +226,8 @@ class Scheduler:
         for step in (1, -1):
             while (neighbour := prefilling.get((last if step > 0 else first) + step)) is not None:
                 wider = max(columns, padded(neighbour))
-                if (last - first + 2) * wider > most:
+                slots = last - first + 2
+                if slots > config.context_slots or slots * wider > most:
                     break
                 columns = wider
                 first, last = min(first, neighbour.slot), max(last, neighbour.slot)

@@ -51,7 +51,7 @@ def _build(hf_dir: Path, path: Path) -> None:
     from converters.checkpoint.convert import convert
 
     convert(hf_dir, path.with_name(f"{path.name}-checkpoint"))
-    limits = Request(8, 256, None, 0, 64, "tensorrt_rtx", ("8.9",), "auto")
+    limits = Request(8, 256, None, 0, 64, 8192, "tensorrt_rtx", ("8.9",), "auto")
     build(path.with_name(f"{path.name}-checkpoint"), path, limits)
 
 

@@ -61,6 +61,7 @@ class TextEngine:
             )
         self.net, self.limits, self.dtype = net, limits, config.dtype
         self.context = phase != "generation"
+        self._slots = limits.context_slots if phase == "context" else limits.max_batch_size
         self.kinds: dict[str, InputKind] = {}
         self.profile: dict[str, tuple[Dims, Dims, Dims]] = {}
 
@@ -104,7 +105,7 @@ class TextEngine:
     ) -> Tensor:
         """A network input [B, *dims]; `ranges` are the smallest, best and largest dims."""
         least, best, most = ranges or (dims, dims, dims)
-        slots = self.limits.max_batch_size
+        slots = self._slots
         self.kinds[name] = kind
         self.profile[name] = ((1, *least), (1 if self.context else slots, *best), (slots, *most))
         return self.net.input(name, dtype, (-1, *dims))
