@@ -88,6 +88,7 @@ def build_serialized(
         )
     if not net.outputs:
         raise BuildError("the network has no outputs")
+    net.finish()
     capability.check_dtypes(net.dtypes)
     net._check_log("the network")
     net.logger.report.clear()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from plugins.trt.backend import Backend
 from plugins.trt.capability import Capability
 from plugins.trt.logger import no_collection
 from plugins.trt.messages import translate
-from plugins.trt.types import FLOAT4, Tensor, from_trt, readable_as, stored_form, to_trt
-from plugins.trt.weights import TensorSource, WeightPolicy, WeightSource
+from plugins.trt.types import FLOAT4, Tensor, from_trt, is_known, readable_as, stored_form, to_trt
+from plugins.trt.weights import TensorSource, WeightInfo, WeightPolicy, WeightSource
 
 Shape = tuple[int, ...]
 
@@ -125,6 +126,8 @@ class NetworkCore:
         self._buffers: list[torch.Tensor] = []
         self._inputs: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
+        self._spare: dict[str, Tensor] | None = None
+        self._dtypes: dict[str, str] = {}
         self._check_log("creating the network")
 
     # -- names ---------------------------------------------------------------------------------
@@ -215,15 +218,16 @@ class NetworkCore:
         if tensor.name != name:
             raise BuildError("TensorRT kept another tensor name", where=name, found=tensor.name)
         self._shapes[name] = shape
-        self.dtypes.add(from_trt(tensor.dtype))
+        self._dtypes[name] = from_trt(tensor.dtype)
+        self.dtypes.add(self._dtypes[name])
 
     def shape(self, x: Tensor) -> Shape:
         """Shape of a tensor, -1 for dynamic dimensions (cached; `x.shape` re-infers)."""
         return self._shapes[x.name]
 
     def dtype(self, x: Tensor) -> str:
-        """Project name of a tensor's element type."""
-        return from_trt(x.dtype)
+        """Project name of a tensor's element type (cached like its shape)."""
+        return self._dtypes[x.name]
 
     def rank(self, x: Tensor) -> int:
         """Number of dimensions."""
@@ -243,6 +247,7 @@ class NetworkCore:
     def input(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
         """Add a network input; -1 marks a dynamic dimension. Raises BuildError."""
         self._claim(name)
+        self._drop_spare(name)
         tensor = self.raw.add_input(name, to_trt(self.trt, dtype, name), tuple(shape))
         self._check_log(name)
         if tensor is None:
@@ -277,6 +282,7 @@ class NetworkCore:
         if t.name != name:
             raise BuildError("TensorRT kept another tensor name", where=name, found=t.name)
         self._shapes[name] = self._shapes.pop(old)
+        self._dtypes[name] = self._dtypes.pop(old)
 
     def tap(self, t: Tensor, name: str) -> Tensor:
         """Name an intermediate for verification; the network itself does not change."""
@@ -341,7 +347,7 @@ class NetworkCore:
                     where=name,
                     fix="use int32 values, or give the bytes as a network input",
                 )
-        count = int(np.prod(shape, dtype=np.int64))
+        count = prod(shape)
         if count == 0:
             raise BuildError("a constant cannot be empty", where=name, found=str(shape))
         pointer = values.data_ptr()
@@ -424,15 +430,59 @@ class NetworkCore:
                 found=f"{info.dtype} {list(info.shape)}",
             )
         bits = 4 if dtype == FLOAT4 else getattr(torch, dtype).itemsize * 8
-        count = int(np.prod(shape, dtype=np.int64))
+        count = prod(shape)
         if self.policy.is_input(count * bits // 8) or dtype == "uint8":
-            tensor = self.input(name, dtype, shape)
+            tensor = self._take_spare(name, dtype, tuple(shape))
+            if tensor is None:
+                tensor = self.input(name, dtype, shape)
             self.weight_inputs.append(name)
         else:
             packed = FLOAT4 if dtype == FLOAT4 else None
             tensor = self._constant(self.source.tensor(name), name, packed, name)
         self._weights[name] = tensor
         return tensor
+
+    def _take_spare(self, name: str, dtype: str, shape: Shape) -> Tensor | None:
+        """The input made for a weight in advance.
+
+        Each new network input makes TensorRT infer all shapes again, so that a network whose
+        inputs come one by one takes quadratic time. The first weight therefore brings the
+        inputs of all others along; `finish` removes those that nobody asked for.
+        """
+        if self._spare is None:
+            self._spare = {}
+            for other in self.source.names():
+                info = self.source.info(other)
+                if info is None or other in self._names or not self._can_be_spare(info):
+                    continue
+                tensor = self.raw.add_input(other, to_trt(self.trt, info.dtype, other), info.shape)
+                self._check_log(other)
+                self._spare[other] = tensor
+        tensor = self._spare.get(name)
+        if tensor is None or from_trt(tensor.dtype) != dtype or tuple(tensor.shape) != shape:
+            return None
+        del self._spare[name]
+        self._claim(name)
+        self._register(tensor, name)
+        self._inputs[name] = tensor
+        return tensor
+
+    def _can_be_spare(self, info: WeightInfo) -> bool:
+        count = prod(info.shape)
+        # Tables beyond 32-bit indexing stay outside engines; packed bytes are declared otherwise.
+        known = info.dtype != "uint8" and is_known(info.dtype) and 0 < count < 1 << 31
+        return known and self.policy.is_input(count * getattr(torch, info.dtype).itemsize)
+
+    def _drop_spare(self, name: str) -> None:
+        spare = self._spare.pop(name, None) if self._spare else None
+        if spare is not None:
+            self.raw.remove_tensor(spare)
+            self._check_log(name)
+
+    def finish(self) -> None:
+        """Leave exactly the inputs that were asked for; the builder and the tracer call it."""
+        for name in list(self._spare or ()):
+            self._drop_spare(name)
 
     # -- plugins -------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ _MEMBERS = {
 }
 _NAMES = {member: name for name, member in _MEMBERS.items()}
 
+
 def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape in a file of a tensor with that logical dtype and shape."""
     if dtype == FLOAT4:
@@ -44,6 +45,11 @@ def readable_as(stored: str, declared: str) -> bool:
 
 FLOATS = ("float32", "float16", "bfloat16")
 INTS = ("int32", "int64")
+
+
+def is_known(dtype: str) -> bool:
+    """Whether TensorRT has an element type of our name."""
+    return dtype in _MEMBERS
 
 
 def to_trt(trt: Any, dtype: str, where: str | None = None) -> Any:

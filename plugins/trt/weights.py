@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -48,6 +48,9 @@ class WeightInfo:
 class WeightSource(Protocol):
     """A checkpoint seen by tensor name."""
 
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+
     def info(self, name: str) -> WeightInfo | None:
         """Dtype and shape of `name`, None when the checkpoint has no such tensor."""
 
@@ -60,6 +63,10 @@ class TensorSource:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
+
+    def names(self) -> Iterable[str]:
+        """See `WeightSource`."""
+        return self._tensors.keys()
 
     def info(self, name: str) -> WeightInfo | None:
         """See `WeightSource`."""
@@ -87,7 +94,11 @@ class SafetensorsSource:
             raise InputError(
                 "the weight file cannot be read", where=str(path), found=str(error)
             ) from error
-        self._names = frozenset(self._file.keys())
+        self._names = dict.fromkeys(self._file.keys())
+
+    def names(self) -> Iterable[str]:
+        """See `WeightSource`."""
+        return self._names.keys()
 
     def info(self, name: str) -> WeightInfo | None:
         """See `WeightSource`."""

@@ -363,4 +363,5 @@ def trace(net: Network) -> Program:
     Raises CapabilityError naming a layer the interpreter has no kind for, BuildError for a
     cache that is read before its in-place update.
     """
+    net.finish()
     return _Tracer(net).program()

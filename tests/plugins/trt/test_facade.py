@@ -140,3 +140,22 @@ def test_an_old_backend_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("plugins.trt.backend.importlib.import_module", lambda name: Old)
     with pytest.raises(CapabilityError, match=r"10\.3\.0"):
         load_backend("tensorrt")
+
+
+def test_inputs_made_in_advance_do_not_stay() -> None:
+    weights = {
+        "used": torch.zeros(32),
+        "unused": torch.zeros(32),
+        "packed": torch.zeros(2, 32).to(torch.float8_e4m3fn),
+        "early": torch.zeros(32),
+    }
+    net = _network(weights, "inputs")
+    y = net.mul(net.weight("used", "float32", (32,)), 2.0)
+    net.weight("packed", "uint8", (2, 32))
+    z = net.input("early", "float32", (-1,))
+    net.output(net.add(y, z), "y")
+    net.finish()
+    raw = {net.raw.get_input(i).name: net.raw.get_input(i) for i in range(net.raw.num_inputs)}
+    assert set(raw) == {"used", "packed", "early"} == set(net.inputs)
+    assert tuple(raw["early"].shape) == (-1,) and raw["packed"].dtype == net.trt.uint8
+    assert "float8_e4m3fn" not in net.dtypes
