@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -205,14 +205,9 @@ def _engine(path: Path) -> Description:
 
 
 def _repository(path: Path) -> Description:
-    models = []
-    for config in sorted(path.glob("*/config.pbtxt")):
-        text = config.read_text()
-        engine = re.search(r'platform:\s*"(\w+)"|backend:\s*"(\w+)"', text)
-        backend = next(filter(None, engine.groups()), "?") if engine else "?"
-        batch = re.search(r"max_batch_size:\s*(\d+)", text)
-        decoupled = re.search(r"decoupled:\s*true", text, re.IGNORECASE) is not None
-        models.append((config.parent.name, backend, batch[1] if batch else "0", str(decoupled)))
-    facts = {"models": [row[0] for row in models]}
-    table = Table("Models", ("model", "backend", "max_batch_size", "decoupled"), models)
-    return Description("Triton model repository", path, facts, [table])
+    from triton_repo.validate import validate_repository
+
+    summary = validate_repository(path)
+    models = sorted(config.parent.name for config in path.glob("*/config.pbtxt"))
+    facts = {"models": models, **asdict(summary)}
+    return Description("Triton model repository", path, facts)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from build_scripts import options, output
+from plugins.support.errors import VerificationError
 
 HttpPort = Annotated[
     int, typer.Option("--http-port", min=0, max=65535, help="HTTP: /v2, generate, generate_stream.")
@@ -29,6 +30,10 @@ def command(
     log_file: Annotated[
         Path | None, typer.Option("--log-file", help="Where the server's own log goes.")
     ] = None,
+    self_test: Annotated[
+        bool,
+        typer.Option("--self-test", help="Ask real questions before saying that it is ready."),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Serve a model repository with a real tritonserver; Ctrl-C stops it cleanly.
@@ -39,9 +44,11 @@ def command(
     [bold]Examples[/bold]
 
       build-engine serve model_repository
+      build-engine serve model_repository --self-test
       build-engine serve model_repository --http-port 0 --grpc-port 0 --metrics-port 0
     """
-    from triton_repo import server
+    from triton_repo import selftest, server
+    from triton_repo.validate import validate_repository
 
     def ready(running: server.TritonServer) -> None:
         addresses = {
@@ -57,11 +64,20 @@ def command(
             output.say(f"{name + ':':<9}{address}")
         output.say("ready; Ctrl-C stops the server")
 
+    def probe(running: server.TritonServer) -> None:
+        results = selftest.self_test(running.http_url, running.grpc_url)
+        wrong = [f"{result.name}: {result.problem}" for result in results if result.problem]
+        if wrong:
+            raise VerificationError("the server gives wrong answers", found="; ".join(wrong))
+        output.say(f"self-test: {len(results)} questions answered right")
+
+    validate_repository(repo_dir)
     output.say(f"starting tritonserver on {repo_dir}")
     server.serve(
         repo_dir,
         host=host,
         ports=server.Ports(http_port, grpc_port, metrics_port),
+        probe=probe if self_test else None,
         log_file=log_file,
         on_ready=ready,
     )

@@ -290,7 +290,7 @@ def test_serve_refuses_a_port_in_use_and_a_missing_repository(
 ) -> None:
     assert command("serve", tmp_path / "nowhere").code == 3
     repository = tmp_path / "repository"
-    repository.mkdir()
+    assert command("repo", repository, "--generation", "echo", "--tokenizer", "bytes").code == 0
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = command(
