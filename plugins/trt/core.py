@@ -459,7 +459,11 @@ class NetworkCore:
                 self._check_log(other)
                 self._spare[other] = tensor
         tensor = self._spare.get(name)
-        if tensor is None or from_trt(tensor.dtype) != dtype or tuple(tensor.shape) != shape:
+        if tensor is None:
+            return None
+        if from_trt(tensor.dtype) != dtype or tuple(tensor.shape) != shape:
+            # FP8 that is read as bytes.
+            self._drop_spare(name)
             return None
         del self._spare[name]
         self._claim(name)
