@@ -11,7 +11,7 @@ from torch import Tensor
 from converters.definition import EngineLimits
 from converters.qwen38.oracle import Oracle, canonical
 from tests.converters.qwen38.driver import Driver
-from tests.converters.qwen38.tiny import Tiny, tiny
+from tests.converters.qwen38.tiny import PERIOD, Tiny, tiny
 from tests.fixtures.qwen38_deterministic import (
     GOLDEN_ARGMAX,
     GOLDEN_GREEDY,
@@ -212,9 +212,9 @@ def test_three_tokens_per_step(checkpoint: Tiny, long_logits: Tensor) -> None:
     ids=lambda changes: ",".join(changes),
 )
 def test_other_configurations_equal_the_oracle(changes: dict[str, object]) -> None:
-    checkpoint = tiny(**changes)
+    checkpoint = tiny(**PERIOD, **changes)
     driver = checkpoint.driver(EngineLimits(1, 128, chunk_size=64, max_logits_tokens=64))
-    tokens = LONG[:90]
+    tokens = LONG[:80]
     rows = [driver.call("context", [tokens[:60]])[0]["logits"]]
     rows += [driver.call("generation", [[token]])[0]["logits"] for token in tokens[60:]]
     expected = Oracle(checkpoint.hf_dir).run(tokens)["logits"]

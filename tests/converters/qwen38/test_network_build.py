@@ -13,14 +13,9 @@ from plugins.trt.backend import load_backend
 from plugins.trt.builder import Plan, build_serialized
 from plugins.trt.network import Network
 from plugins.trt.weights import TensorSource, WeightPolicy
-from tests.converters.qwen38.tiny import tiny
+from tests.converters.qwen38.tiny import PERIOD, tiny
 
-# One period of the model: a PLE block, three recurrent layers and a sparse one.
-PERIOD = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}
-LAYERS = 4
+LAYERS = PERIOD["num_hidden_layers"]
 
 
 def _built(

@@ -14,8 +14,7 @@ from converters.quantization import nvfp4
 from plugins.trt.builder import build_serialized
 from plugins.trt.weights import WeightPolicy
 from tests.converters.qwen38.driver import defined
-from tests.converters.qwen38.test_network_build import PERIOD
-from tests.converters.qwen38.tiny import Tiny, tiny
+from tests.converters.qwen38.tiny import PERIOD, Tiny, tiny
 from tests.fixtures.qwen38_deterministic import GOLDEN_PROMPT
 
 LIMITS = EngineLimits(2, 128, chunk_size=64, max_logits_tokens=64)

@@ -23,6 +23,12 @@ from converters.qwen38.config import Qwen38CheckpointConfig
 from tests.converters.qwen38.driver import Driver
 from tests.fixtures.qwen38_deterministic import write_deterministic
 
+# One period of the model: a PLE block, three recurrent layers and a sparse one.
+PERIOD: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+
 
 @dataclass(frozen=True)
 class Tiny:
