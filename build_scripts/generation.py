@@ -6,13 +6,14 @@ import re
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from build_scripts import output
+from build_scripts.sounds import Sounds
 from plugins.support.errors import InputError, UsageError
 from runtime.engine import Engine
 from runtime.requests import GenerationRequest
@@ -24,19 +25,30 @@ from triton_repo.frontend.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """The three ways to give a prompt; exactly one is set."""
+    """The ways to give a prompt; exactly one is set, and audio may come with ids.
+
+    A request file holds chat messages or a transcription task, with their audio.
+    """
 
     text: str | None = None
     ids: str | None = None
     ids_file: Path | None = None
+    sounds: Sounds = field(default_factory=Sounds)
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.text, self.ids, self.ids_file) if value is not None]
+        ways = (self.text, self.ids, self.ids_file, self.sounds.request)
+        given = [value for value in ways if value is not None]
         if len(given) != 1:
             raise UsageError(
                 "give exactly one prompt",
-                expected="one of --prompt TEXT, --ids 1,2,3 and --ids-file FILE",
+                expected="one of --prompt TEXT, --ids 1,2,3, --ids-file FILE and --request FILE",
                 found=f"{len(given)} of them",
+            )
+        if self.sounds.files and self.text is not None:
+            raise UsageError(
+                "a plain text has no place for audio",
+                where="--audio",
+                fix="give --ids or --ids-file with placeholders, or --request FILE",
             )
 
     def token_ids(self, tokenizer: Tokenizer | None) -> list[int]:
@@ -100,10 +112,19 @@ def run(
     start = time.perf_counter()
     engine = Engine.load(engine_dir, executor=executor, device=device)
     try:
-        loaded = time.perf_counter()
+        timings = {"load_s": time.perf_counter() - start}
         source = tokenizer_dir or engine.tokenizer_dir
         tokenizer = load_tokenizer(source) if source else None
-        ids = prompt.token_ids(tokenizer)
+        audio = None
+        if prompt.sounds:
+            from build_scripts.hearing import hear
+
+            given = None if prompt.sounds.request else prompt.token_ids(tokenizer)
+            heard = time.perf_counter()
+            ids, audio = hear(engine, source, given, prompt.sounds)
+            timings["audio_s"] = time.perf_counter() - heard
+        else:
+            ids = prompt.token_ids(tokenizer)
         limits = engine.config.build_config
         output.say(
             f"{engine.executor.name}: {engine.reason}; max_batch_size {limits.max_batch_size}, "
@@ -111,11 +132,15 @@ def run(
             f"chunk {engine.config.chunk_tokens}"
         )
         end_ids = () if wish.ignore_eos else engine.config.pretrained_config["eos_token_id"]
-        request = GenerationRequest(ids, max(1, wish.max_new_tokens), sampling, end_ids)
+        if audio is not None and audio.streaming:
+            # In a stream the end of a sentence is ordinary output; the audio's end is the end.
+            end_ids = ()
+        request = GenerationRequest(
+            ids, max(1, wish.max_new_tokens), sampling, end_ids, audio=audio
+        )
         request.check(engine.config)
-        timings = {"load_s": loaded - start}
         if logits_path is not None:
-            timings["logits_s"] = _write_logits(engine, ids, logits_path)
+            timings["logits_s"] = _write_logits(engine, request, logits_path)
         result: dict[str, Any] = {"prompt_ids": ids, "output_ids": [], "text": ""}
         result["finish_reason"] = "length"
         if wish.max_new_tokens > 0:
@@ -172,9 +197,9 @@ def _generate(
     return {"output_ids": output_ids, "text": text, "finish_reason": reason}
 
 
-def _write_logits(engine: Engine, ids: list[int], path: Path) -> float:
+def _write_logits(engine: Engine, request: GenerationRequest, path: Path) -> float:
     start = time.perf_counter()
-    values = prompt_logits(engine, ids).float().cpu().numpy()
+    values = prompt_logits(engine, request.prompt_ids, audio=request.audio).float().cpu().numpy()
     with path.open("wb") as file:
         np.save(file, values.astype(np.float32, copy=False))
     output.say(f"logits of {values.shape[0]} prompt tokens: {path} {list(values.shape)} float32")

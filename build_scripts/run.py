@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from build_scripts import options, output
+from build_scripts.sounds import Sounds
 
 
 def command(
@@ -19,6 +20,18 @@ def command(
     ids_file: Annotated[
         Path | None,
         typer.Option("--ids-file", metavar="FILE", help="Token ids: commas, blanks or lines."),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--audio", metavar="FILE", help="Audio file (WAV, FLAC, OGG, MP3); repeatable."
+        ),
+    ] = None,
+    request: Annotated[
+        Path | None,
+        typer.Option(
+            "--request", metavar="FILE.json", help="Chat messages with audio, or a transcription."
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=0, help="Most tokens to generate.")
@@ -55,7 +68,10 @@ def command(
 ) -> None:
     """Generate from one prompt; text appears as it is made.
 
-    Give exactly one of --prompt, --ids and --ids-file. Without tokenizer files the output is ids.
+    Give exactly one of --prompt, --ids, --ids-file and --request. Without tokenizer files the
+    output is ids. A request file holds chat messages, whose audio parts are
+    {"type": "audio", "audio": "A.wav"}, or {"task": "transcribe", "language": "en",
+    "audio": "A.wav"}; an audio part without a file takes the next --audio.
 
     [bold]Examples[/bold]
 
@@ -63,13 +79,15 @@ def command(
       build-engine run engine --ids 1,2,3 --max-new-tokens 8 --json
       build-engine run engine --ids-file prompt.txt --max-new-tokens 0 --logits logits.npy
       build-engine run engine --prompt "Hello" --temperature 0.8 --top-p 0.9 --seed 7
+      build-engine run voxtral-engine --request transcribe.json
+      build-engine run voxtral-engine --audio A.wav --ids-file prompt.txt --json
     """
     from build_scripts import generation
 
     with output.reserved_stdout(json):
         result = generation.run(
             engine_dir,
-            generation.Prompt(text=prompt, ids=ids, ids_file=ids_file),
+            generation.Prompt(prompt, ids, ids_file, Sounds(tuple(audio or ()), request)),
             generation.Wish(max_new_tokens, temperature, top_k, top_p, seed, ignore_eos),
             logits_path=logits,
             tokenizer_dir=tokenizer,

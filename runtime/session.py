@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 
 from plugins.support.errors import CapabilityError, UsageError
+from runtime.audio_rows import AudioRows
 from runtime.contract import Phase
 from runtime.engine import Engine
 from runtime.requests import (
@@ -302,6 +303,7 @@ def prompt_logits(
     ids: Sequence[int],
     chunk: int | Sequence[int] | None = None,
     phase: Phase = "context",
+    audio: AudioRows | None = None,
 ) -> torch.Tensor:
     """Logits of every position of a prompt.
 
@@ -311,13 +313,14 @@ def prompt_logits(
         chunk: tokens per call, or the length of every call in turn; None = as many as the engine
             takes.
         phase: "context", or "generation" to go token by token through the generation engine.
+        audio: rows of the audio engine that belong to the prompt.
 
     Returns:
         float32 [len(ids), vocab_size] on the CPU.
 
     Raises UsageError when the ids, the chunk or the engine's state do not allow it.
     """
-    GenerationRequest(ids, 1).check_prompt(engine.config)
+    GenerationRequest(ids, 1, audio=audio).check_prompt(engine.config)
     most = min(engine.config.chunk_tokens, engine.config.max_logits_rows)
     if phase == "generation":
         most = 1
@@ -329,7 +332,7 @@ def prompt_logits(
         try:
             start = 0
             for count in lengths:
-                rows = [Row(ids, start, count, range(count))]
+                rows = [Row(ids, start, count, range(count), audio)]
                 rows_and_padding: list[Row | None] = [*rows]
                 if phase == "generation":
                     width = engine.executor.generation_widths[0]

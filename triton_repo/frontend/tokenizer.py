@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from plugins.support.errors import InputError
 from triton_repo.frontend.limits import Offset
+from triton_repo.frontend.tekken import TekkenTokenizer, tekken_files
 
 BYTES = "bytes"
 # Files of a compiled tokenizer.
@@ -287,4 +288,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     directory = Path(source)
     if (directory / FACTS_FILE).is_file():
         return FastTokenizer.load(directory)
+    tekken = [] if (directory / VOCABULARY_FILE).is_file() else tekken_files(directory)
+    if tekken:
+        return TekkenTokenizer(tekken[0])
     return open_with_transformers(directory)

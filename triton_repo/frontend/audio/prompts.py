@@ -24,6 +24,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from pydantic import ValidationError
 
 from plugins.support.errors import InputError, UsageError
+from triton_repo.frontend.tekken import tekken_files
 
 Array = npt.NDArray[np.float32]
 
@@ -68,7 +69,7 @@ def find_tekken(directory: Path) -> Path:
     Raises:
         InputError: none, or more than one; the message lists what is there.
     """
-    found = sorted(p for p in directory.glob("*.json") if "tekken" in p.name)
+    found = tekken_files(directory)
     if len(found) != 1:
         present = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
         raise InputError(

@@ -1,0 +1,102 @@
+"""From audio files and messages to what the engines of a Voxtral take: ids and spectrograms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plugins.support.errors import UsageError
+from triton_repo.frontend.audio.decode import AudioLimits, decode_audio
+from triton_repo.frontend.audio.mel import MelSpec, log_mel, log_mel_chunks
+from triton_repo.frontend.audio.prompts import AudioPrompt, AudioPrompts, find_tekken
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A request with audio, ready for the engines.
+
+    Attributes:
+        ids: prompt ids.
+        features: float32 [chunks, mels, frames] of all audios in order, [mels, frames] of a stream,
+            None without audio.
+    """
+
+    ids: list[int]
+    features: Array | None
+
+
+class AudioFrontEnd:
+    """The audio side of one engine directory.
+
+    Args:
+        pretrained_config: of the engine's configuration.
+        tokenizer_dir: holds the tekken file.
+        limits: what a request may bring.
+
+    Raises InputError when the tokenizer has no audio or is another one than the engine's.
+    """
+
+    def __init__(
+        self,
+        pretrained_config: Mapping[str, Any],
+        tokenizer_dir: Path,
+        limits: AudioLimits | None = None,
+    ) -> None:
+        block = pretrained_config["voxtral"]
+        audio = block["audio"]
+        self.prompts = AudioPrompts(find_tekken(tokenizer_dir))
+        self.streaming: bool = block["realtime"]
+        self.spec = MelSpec(n_mels=audio["num_mel_bins"], ceiling=audio["mel_ceiling"])
+        positions = audio["max_source_positions"]
+        self._chunk_samples = 0 if self.streaming else positions * 2 * self.spec.hop
+        self._limits = limits or AudioLimits()
+        self.max_audios = 16
+
+    def decode(self, data: bytes, where: str) -> Array:
+        """Mono samples at the model's rate; raises InputError naming `where`."""
+        return decode_audio(data, self.spec.sampling_rate, where, self._limits)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], audios: Sequence[Array]) -> Heard:
+        """A conversation; parts are those of `AudioPrompts.chat`."""
+        self._only_chunks("a conversation")
+        return self._heard(self.prompts.chat(messages, audios))
+
+    def transcribe(
+        self, audio: Array, language: str | None = None, delay_ms: int | None = None
+    ) -> Heard:
+        """A transcription; see `AudioPrompts.transcribe`."""
+        return self._heard(self.prompts.transcribe(audio, language, delay_ms))
+
+    def from_ids(self, ids: Sequence[int], audios: Sequence[Array]) -> Heard:
+        """Ids that already hold their placeholders, and the audios they stand for."""
+        if self.streaming:
+            if len(audios) != 1:
+                raise UsageError(
+                    "a realtime model hears one stream", expected="1 audio", found=str(len(audios))
+                )
+            return Heard(list(ids), self._features(self.prompts.transcribe(audios[0]).audios))
+        return Heard(list(ids), self._features(audios))
+
+    def _only_chunks(self, what: str) -> None:
+        if self.streaming:
+            raise UsageError(
+                f"a realtime model takes no {what.removeprefix('a ')}",
+                expected='{"task": "transcribe", "audio": ...}',
+            )
+
+    def _heard(self, prompt: AudioPrompt) -> Heard:
+        return Heard(prompt.ids, self._features(prompt.audios))
+
+    def _features(self, audios: Sequence[Array]) -> Array | None:
+        if not audios:
+            return None
+        if self.streaming:
+            return log_mel(audios[0], self.spec)
+        return np.concatenate([log_mel_chunks(a, self._chunk_samples, self.spec) for a in audios])
