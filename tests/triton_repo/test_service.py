@@ -76,6 +76,7 @@ def test_requests_with_one_id_are_separate(service: GenerationService) -> None:
     assert first.wait().finish_reason == "cancelled"
     assert service.running == 2
     assert service.cancel_request("same") == 1
+    assert service.cancel_request("") == 0
     assert second.wait().finish_reason == "cancelled"
     assert set(second.ids) <= {2}
     assert service.cancel_request("other") == 1

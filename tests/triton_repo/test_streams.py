@@ -116,6 +116,17 @@ def test_a_stop_request_ends_the_request_with_that_id(echo_server: TritonServer)
     assert results[-1].as_numpy("finish_reason").reshape(-1)[0] == b"cancelled"
 
 
+@pytest.mark.parametrize("model", [*MODELS, "tensorrt_llm"])
+def test_a_stop_request_without_id_ends_nothing(echo_server: TritonServer, model: str) -> None:
+    with grpc_stream(echo_server, LONG | {"max_tokens": 20}) as stream:
+        stream.next()
+        ids = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1}
+        body = ids if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 1}
+        status, answer = generate(echo_server, body | {"stop": True}, model)
+        assert status == 400 and "stop: " in answer["error"]
+        assert stream.collect()[-1].as_numpy("finish_reason").reshape(-1)[0] == b"length"
+
+
 def test_the_server_serves_on_after_cancelled_requests(echo_server: TritonServer) -> None:
     def client(_: int) -> None:
         with grpc_stream(echo_server, LONG, cancel=True) as stream:

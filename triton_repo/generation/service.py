@@ -104,7 +104,12 @@ class GenerationService:
             cancel()
 
     def cancel_request(self, request_id: str) -> int:
-        """End every sequence of a client's request id; returns how many."""
+        """End every sequence of a client's request id; returns how many.
+
+        Requests without an id have nothing in common: the empty id ends none.
+        """
+        if not request_id:
+            return 0
         with self._lock:
             numbers = [n for n, r in self._running.items() if r.request_id == request_id]
         for number in numbers:

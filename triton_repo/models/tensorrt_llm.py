@@ -84,6 +84,8 @@ class TensorrtLlm:
             check_parameters(request.parameters(), list(_PUBLIC.values()))
             rows = read_rows({k: v for k, v in tensors.items() if k not in _WORD_LISTS}, _FIELDS)
             if rows[0].get("stop"):
+                if not request_id:
+                    raise problem("stop", "needs the request id of the request to stop")
                 self._service.cancel_request(request_id)
                 reply.end()
                 return
