@@ -459,11 +459,7 @@ class NetworkCore:
                 self._check_log(other)
                 self._spare[other] = tensor
         tensor = self._spare.get(name)
-        if tensor is None:
-            return None
-        if from_trt(tensor.dtype) != dtype or tuple(tensor.shape) != shape:
-            # FP8 that is read as bytes.
-            self._drop_spare(name)
+        if tensor is None or from_trt(tensor.dtype) != dtype or tuple(tensor.shape) != shape:
             return None
         del self._spare[name]
         self._claim(name)
@@ -480,6 +476,10 @@ class NetworkCore:
     def _drop_spare(self, name: str) -> None:
         spare = self._spare.pop(name, None) if self._spare else None
         if spare is not None:
+            # TensorRT does not free the name of a removed tensor.
+            spare.name = f"{name}:dropped"
+            # A removed tensor keeps its name occupied.
+            spare.name = f"unused:{name}"
             self.raw.remove_tensor(spare)
             self._check_log(name)
 
