@@ -110,9 +110,6 @@ class LoadedKernel:
         overlap: bool = False,
     ) -> None:
         """Launch with the grid and the argument order of `spec`."""
-        arguments: list[Tensor | int] = [tensors[a.name] for a in spec.inputs]
-        arguments += [values[name] for name in spec.scalars]
-        arguments += [tensors[a.name] for a in spec.outputs]
         grid = spec.grid(values)
         if all(extent > 0 for extent in grid):
-            self.launch(grid, arguments, overlap)
+            self.launch(grid, spec.arguments(tensors, values), overlap)

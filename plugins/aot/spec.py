@@ -41,7 +41,8 @@ class KernelSpec:
         grid: launch grid as a function of the scalars and of the names in `grid_names`.
         warps: warps per program.
         registers: most registers per thread, where fewer let more programs share a processor.
-        working_outputs: outputs that are working space, not results.
+        aliases: output -> input that is the same tensor, updated in place. TensorRT passes both
+            addresses.
     """
 
     name: str
@@ -53,7 +54,7 @@ class KernelSpec:
     grid: Grid
     warps: int = 4
     registers: int | None = None
-    working_outputs: frozenset[str] = field(default_factory=frozenset)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         declared = [a.name for a in self.inputs] + list(self.scalars)
@@ -72,6 +73,15 @@ class KernelSpec:
         """All tensor arguments, inputs first."""
         return self.inputs + self.outputs
 
+    def arguments(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, int]
+    ) -> list[Tensor | int]:
+        """The run-time arguments in order. Inputs that an output aliases need not be given."""
+        same = {before: tensors[after] for after, before in self.aliases.items()}
+        arguments: list[Tensor | int] = [(same | dict(tensors))[a.name] for a in self.inputs]
+        arguments += [values[name] for name in self.scalars]
+        return arguments + [tensors[a.name] for a in self.outputs]
+
     def launch(self, tensors: Mapping[str, Tensor], values: Mapping[str, int]) -> None:
         """Run on the tensors' device, or in the interpreter when TRITON_INTERPRET is set.
 
@@ -79,13 +89,13 @@ class KernelSpec:
             tensors: every tensor argument by name, contiguous.
             values: every scalar and every further name that the grid uses.
         """
-        arguments: list[Any] = [tensors[a.name] for a in self.inputs]
-        arguments += [values[name] for name in self.scalars]
-        arguments += [tensors[a.name] for a in self.outputs]
         grid = self.grid(values)
         if all(extent > 0 for extent in grid):
             self.function[grid](
-                *arguments, **self.constants, num_warps=self.warps, maxnreg=self.registers
+                *self.arguments(tensors, values),
+                **self.constants,
+                num_warps=self.warps,
+                maxnreg=self.registers,
             )
 
 

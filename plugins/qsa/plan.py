@@ -291,7 +291,6 @@ def unite_blocks(g: Geometry, rows: int, words: int = 2048) -> KernelSpec:
         },
         grid=lambda v: (ceil_div(v["S"], rows), v["batch"]),
         warps=4,
-        working_outputs=frozenset({"marks"}),
     )
 
 
@@ -351,9 +350,11 @@ def attend_apart(
             Argument("counts", "int32"),
             *_CALL,
             Argument("gate", g.dtype),
+            Argument("together", g.dtype),
         ),
         scalars=("S", "C"),
         outputs=(Argument("out", g.dtype),),
+        aliases={"out": "together"},
         constants={
             "ROWS": rows,
             "LIMIT": union_limit(g, rows),
@@ -405,6 +406,9 @@ def prepare(g: Geometry, rotary: Rotary, eps: float) -> KernelSpec:
             Argument("positions", "int32"),
             Argument("position_state", "int32"),
             Argument("index_state", g.dtype),
+            Argument("key_cache_before", g.cache_dtype),
+            Argument("value_cache_before", g.cache_dtype),
+            Argument("index_keys_before", g.dtype),
             *_CALL,
         ),
         scalars=("S", "C", "NB", "batch"),
@@ -417,6 +421,7 @@ def prepare(g: Geometry, rotary: Rotary, eps: float) -> KernelSpec:
             Argument("next_index_state", g.dtype),
             Argument("next_position_state", "int32"),
         ),
+        aliases={name: name + "_before" for name in ("key_cache", "value_cache", "index_keys")},
         constants={
             "EPS": eps,
             "RATIO": g.ratio,

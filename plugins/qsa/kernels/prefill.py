@@ -205,6 +205,7 @@ def attend_apart(
     past,
     new,
     gate,
+    together,
     S,
     C,
     out,
@@ -227,7 +228,8 @@ def attend_apart(
 ):
     """Row by row, the tiles of ROWS queries whose union has more than LIMIT blocks.
 
-    Grid (B * S, HK). Arguments as in `attend_tile` and `attention.attend_whole`.
+    Grid (B * S, HK). `together`, the same tensor as `out`, holds what `attend_tile` stored; other
+    arguments as there and in `attention.attend_whole`.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)

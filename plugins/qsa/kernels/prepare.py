@@ -235,6 +235,9 @@ def prepare(
     positions,
     position_state,
     index_state,
+    key_cache_before,
+    value_cache_before,
+    index_keys_before,
     past,
     new,
     S,
@@ -274,8 +277,9 @@ def prepare(
     axes only; with one a token's position is its rank. index_state [B, RATIO - 1, DI]: the raw
     index keys of the last ranks before `past`; past, new int32 [B].
     query [B, HQ, S, D], index_query [B, HI, S, DI]; key_cache, value_cache [B, HK, C, D] and
-    index_keys [B, NB, DI] are written in place, rows of padding tokens not at all. ROUND is the
-    activation type to which norms, cosines and rotated values are rounded.
+    index_keys [B, NB, DI] are written in place (`_before` is the same tensor), rows of padding
+    tokens not at all. ROUND is the activation type to which norms, cosines and rotated values are
+    rounded.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)

@@ -1,0 +1,298 @@
+"""QSA as plugin layers of full TensorRT, one per kernel.
+
+A generation step runs prepare, score, select and one of attend (many rows) or attend_split and
+merge (few rows); a context step runs prepare, score, select, unite, attend_tile, attend_apart.
+Long rows use select_chunk and select_among instead of select.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from plugins.aot.quick import Attributes, Operation, Shapes, register
+from plugins.aot.spec import ceil_div
+from plugins.qsa import plan
+from plugins.qsa.plan import Geometry, Rotary, Tiles
+from plugins.support.errors import CapabilityError
+
+NAMESPACE = "qsa"
+_GEOMETRY = {f.name: type(getattr(Geometry(), f.name)) for f in fields(Geometry)}
+_TILES = {"columns": int, "warps": int, "stages": int}
+_TILE_EXAMPLE = {"columns": 32, "warps": 4, "stages": 2}
+_EXAMPLE: dict[str, Any] = {f.name: getattr(Geometry(), f.name) for f in fields(Geometry)}
+
+
+def geometry_attributes(g: Geometry) -> dict[str, Any]:
+    """The attributes by which a plugin layer knows its geometry."""
+    return {f.name: getattr(g, f.name) for f in fields(g)}
+
+
+def _geometry(attributes: Attributes) -> Geometry:
+    return Geometry(**{name: attributes[name] for name in _GEOMETRY})
+
+
+def _tiles(attributes: Attributes) -> Tiles:
+    return Tiles(attributes["columns"], attributes["warps"], attributes["stages"])
+
+
+def _query_sizes(shapes: Shapes, attributes: Attributes) -> dict[str, Any]:
+    query = shapes["q"]
+    return {
+        "S": query[2],
+        "C": shapes["k_cache"][2],
+        "batch": query[0],
+        "rows": query[0] * query[2],
+        "splits": attributes.get("splits", 1),
+    }
+
+
+def _attended(shapes: Shapes, attributes: Attributes) -> dict[str, tuple[Any, ...]]:
+    query = shapes["q"]
+    return {"out": (query[0], query[2], attributes["heads"] * attributes["width"])}
+
+
+def _operation(
+    name: str,
+    spec: Any,
+    outputs: Any,
+    values: Any,
+    extra: dict[str, type] | None = None,
+    example: dict[str, Any] | None = None,
+) -> Operation:
+    return Operation(
+        id=f"{NAMESPACE}::{name}",
+        attributes={**_GEOMETRY, **(extra or {})},
+        spec=spec,
+        example={**_EXAMPLE, **(example or {})},
+        outputs=outputs,
+        values=values,
+    )
+
+
+def _prepare() -> Operation:
+    extra = {"eps": float, "rotary": int, "index_rotary": int, "axes": int}
+    extra |= {"section_t": int, "section_h": int, "section_w": int}
+    example = {"eps": 1e-6, "rotary": 64, "index_rotary": 64, "axes": 1}
+    example |= {"section_t": 11, "section_h": 11, "section_w": 10}
+
+    def spec(a: Attributes) -> Any:
+        sections = (a["section_t"], a["section_h"], a["section_w"])
+        rotary = Rotary(a["rotary"], a["index_rotary"], a["axes"], sections)
+        return plan.prepare(_geometry(a), rotary, a["eps"])
+
+    def outputs(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
+        batch, steps = shapes["q_gate"][0], shapes["q_gate"][1]
+        return {
+            "query": (batch, a["heads"], steps, a["width"]),
+            "index_query": (batch, a["index_heads"], steps, a["index_width"]),
+            "next_index_state": (batch, a["ratio"] - 1, a["index_width"]),
+            "next_position_state": (batch, a["ratio"] - 1, a["axes"]),
+        }
+
+    def values(shapes: Shapes, a: Attributes) -> dict[str, Any]:
+        batch, steps = shapes["q_gate"][0], shapes["q_gate"][1]
+        return {
+            "S": steps,
+            "C": shapes["key_cache_before"][2],
+            "NB": shapes["index_keys_before"][1],
+            "batch": batch,
+            "rows": batch * steps,
+        }
+
+    return _operation("prepare", spec, outputs, values, extra, example)
+
+
+def _score() -> Operation:
+    return _operation(
+        "score",
+        lambda a: plan.score_blocks(_geometry(a), a["query_rows"], _tiles(a)),
+        lambda s, a: {"scores": (s["index_query"][0], s["index_query"][2], s["index_keys"][1])},
+        lambda s, a: {
+            "S": s["index_query"][2],
+            "NB": s["index_keys"][1],
+            "tiles": a["tiles"],
+            "batch": s["index_query"][0],
+        },
+        {"query_rows": int, "tiles": int, **_TILES},
+        {"query_rows": 4, "tiles": 4, **_TILE_EXAMPLE, "columns": 64},
+    )
+
+
+def _scored(shapes: Shapes, a: Attributes) -> dict[str, Any]:
+    scores = shapes["scores"]
+    chunks = a.get("chunks", 1)
+    return {
+        "S": scores[1],
+        "NB": scores[2],
+        "chunks": chunks,
+        "width": chunks * a["blocks"],
+        "rows": scores[0] * scores[1],
+    }
+
+
+def _selected(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
+    return {"ids": (shapes["scores"][0], shapes["scores"][1], a["blocks"])}
+
+
+def _selections() -> list[Operation]:
+    return [
+        _operation(
+            "select",
+            lambda a: plan.select_row(_geometry(a), a["chunk"], a["warps"]),
+            _selected,
+            _scored,
+            {"chunk": int, "warps": int},
+            {"chunk": 8192, "warps": 16},
+        ),
+        _operation(
+            "select_chunk",
+            lambda a: plan.select_chunk(_geometry(a), a["chunk"], a["warps"]),
+            lambda s, a: {
+                "candidates": (s["scores"][0], s["scores"][1], a["chunks"], a["blocks"])
+            },
+            _scored,
+            {"chunk": int, "chunks": int, "warps": int},
+            {"chunk": 8192, "chunks": 8, "warps": 16},
+        ),
+        _operation(
+            "select_among",
+            lambda a: plan.select_among(_geometry(a), a["chunks"], a["warps"]),
+            _selected,
+            _scored,
+            {"chunks": int, "warps": int},
+            {"chunks": 8, "warps": 8},
+        ),
+    ]
+
+
+def _decode() -> list[Operation]:
+    gate = {"interleaved_gate": int}
+
+    def partial(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
+        rows = shapes["q"][0] * shapes["q"][2]
+        return {
+            "partial": (a["splits"], rows, a["heads"], a["width"]),
+            "partial_lse": (a["splits"], rows, a["heads"]),
+        }
+
+    return [
+        _operation(
+            "attend",
+            lambda a: plan.attend_whole(_geometry(a), _tiles(a), bool(a["interleaved_gate"])),
+            _attended,
+            _query_sizes,
+            {**gate, **_TILES},
+            {"interleaved_gate": 0, **_TILE_EXAMPLE},
+        ),
+        _operation(
+            "attend_split",
+            lambda a: plan.attend_split(_geometry(a), _tiles(a)),
+            partial,
+            _query_sizes,
+            {"splits": int, **_TILES},
+            {"splits": 8, **_TILE_EXAMPLE},
+        ),
+        _operation(
+            "attend_once",
+            lambda a: plan.attend_once(_geometry(a), a["columns"], a["warps"]),
+            partial,
+            _query_sizes,
+            {"splits": int, "columns": int, "warps": int},
+            {"splits": 65, "columns": 32, "warps": 4},
+        ),
+        _operation(
+            "merge",
+            lambda a: plan.merge_splits(_geometry(a), a["splits"], bool(a["interleaved_gate"])),
+            lambda s, a: {"out": (s["gate"][0], s["gate"][1], a["heads"] * a["width"])},
+            lambda s, a: {"rows": s["partial"][1], "splits": a["splits"]},
+            {"splits": int, **gate},
+            {"splits": 8, "interleaved_gate": 0},
+        ),
+    ]
+
+
+def _prefill() -> list[Operation]:
+    extra = {"tile_rows": int, "interleaved_gate": int, **_TILES}
+    example = {"tile_rows": 4, "interleaved_gate": 0, **_TILE_EXAMPLE}
+
+    def united(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
+        batch, steps = shapes["blocks"][0], shapes["blocks"][1]
+        tiles = ceil_div(steps, a["tile_rows"])
+        return {
+            "counts": (batch, tiles),
+            "entries": (batch, tiles, a["tile_rows"] * a["blocks"]),
+            "marks": (batch, tiles, a["words"]),
+        }
+
+    return [
+        _operation(
+            "unite",
+            lambda a: plan.unite_blocks(_geometry(a), a["tile_rows"]),
+            united,
+            lambda s, a: {
+                "S": s["blocks"][1],
+                "words": a["words"],
+                "batch": s["blocks"][0],
+            },
+            {"tile_rows": int, "words": int},
+            {"tile_rows": 4, "words": 8192},
+        ),
+        _operation(
+            "attend_tile",
+            lambda a: plan.attend_tile(
+                _geometry(a), a["tile_rows"], _tiles(a), bool(a["interleaved_gate"])
+            ),
+            _attended,
+            _query_sizes,
+            extra,
+            example,
+        ),
+        _operation(
+            "attend_apart",
+            lambda a: plan.attend_apart(
+                _geometry(a), a["tile_rows"], _tiles(a), bool(a["interleaved_gate"])
+            ),
+            lambda s, a: {},
+            _query_sizes,
+            extra,
+            example,
+        ),
+    ]
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    _prepare(),
+    _score(),
+    *_selections(),
+    *_decode(),
+    *_prefill(),
+)
+
+
+def register_all(
+    capability: str, ptx_version: int | None = None, operations: Iterable[Operation] = OPERATIONS
+) -> None:
+    """Register QSA with the installed TensorRT.
+
+    Args:
+        capability: compute capability of the GPU that engines are built on.
+        ptx_version: see `plugins.aot.compile.compile_kernel`.
+
+    Raises:
+        CapabilityError: full TensorRT is not installed.
+    """
+    try:
+        import tensorrt
+        import tensorrt.plugin as trtp
+    except ImportError as error:
+        raise CapabilityError(
+            "plugin layers need full TensorRT",
+            found="the module tensorrt cannot be imported",
+            fix="pip install tensorrt, or build with the native lowering",
+        ) from error
+    if not hasattr(trtp, "trt"):
+        trtp.trt = tensorrt
+    for operation in operations:
+        register(trtp, operation, capability, ptx_version)
