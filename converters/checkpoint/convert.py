@@ -7,6 +7,7 @@ after that a tensor at a time is streamed in bounded memory into a directory tha
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import time
 from dataclasses import dataclass
@@ -14,23 +15,26 @@ from pathlib import Path
 from typing import Any, get_args
 
 from converters.checkpoint.config import (
+    QUANT_FILE,
     TOKENIZER_DIR,
     WEIGHTS_FILE,
     CheckpointConfig,
     ComputeDType,
     write_config,
 )
-from converters.checkpoint.header import TensorEntry
-from converters.checkpoint.match import Findings, Ignored, unexpected_names
+from converters.checkpoint.match import Ignored
 from converters.checkpoint.partial import resumable_directory
-from converters.checkpoint.recipe import Output, Recipe, Wanted
+from converters.checkpoint.recipe import Output, Recipe
+from converters.checkpoint.resolve import resolve, stored_elements
 from converters.checkpoint.source import SourceCheckpoint
 from converters.checkpoint.tokenizer_files import TokenizerFiles
 from converters.checkpoint.write import CHUNK_BYTES, OutputFile, run_tasks, split_tasks
-from converters.family import TensorPlan
+from converters.quantization.declared import compare, read_claims
+from converters.quantization.operations import OPERATIONS
+from converters.quantization.summary import summarise
+from converters.quantization.targets import Quantize
 from converters.registry import family_for, model_type_of
 from plugins.support.atomic import refuse_existing
-from plugins.support.dtypes import BY_NAME
 from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import progress
 
@@ -47,16 +51,20 @@ class ConversionPlan:
     Attributes:
         source: the opened checkpoint.
         config: of the result.
+        quantized_layers: content of `quant_cfg.json`, None when none is needed.
         recipes: how each tensor is made, in the order of the output file.
         ignored: tensors that are left out on purpose.
+        notes: disagreements in the checkpoint that do no harm.
         tokenizer: files that go along.
         workers: tasks at a time.
     """
 
     source: SourceCheckpoint
     config: CheckpointConfig
+    quantized_layers: dict[str, Any] | None
     recipes: tuple[Recipe, ...]
     ignored: tuple[Ignored, ...]
+    notes: tuple[str, ...]
     tokenizer: TokenizerFiles
     workers: int
 
@@ -89,7 +97,10 @@ class ConversionPlan:
             f"{len(self.outputs)} tensors ({self.bytes_written / 1e9:.2f} GB), {', '.join(kinds)}",
             f"memory for tensors: at most {self.buffer_bytes / 1e6:.0f} MB, {self.workers} workers",
         ]
+        if self.config.quantization.quant_algo:
+            result.append(f"quantisation: {self.config.quantization.quant_algo}")
         result += [f"left out: {len(g.names)} tensors ({g.reason})" for g in self.ignored]
+        result += [f"note: {note}" for note in self.notes]
         if not self.tokenizer.files:
             result.append(
                 "no tokenizer files: the result runs by token ids; "
@@ -107,6 +118,8 @@ class ConversionPlan:
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "buffer_bytes": self.buffer_bytes,
+            "quantization": self.config.quantization.model_dump(),
+            "notes": list(self.notes),
             "ignored": {group.reason: len(group.names) for group in self.ignored},
             "tokenizer_files": [path.name for path in self.tokenizer.files],
         }
@@ -153,7 +166,13 @@ class ConversionReport:
 
 
 def plan_conversion(
-    hf_dir: Path, ckpt_dir: Path, dtype: str | None = None, *, workers: int = 2
+    hf_dir: Path,
+    ckpt_dir: Path,
+    dtype: str | None = None,
+    *,
+    quantize: str | None = None,
+    only: str = "experts",
+    workers: int = 2,
 ) -> ConversionPlan:
     """Check everything and say what would be done.
 
@@ -161,6 +180,9 @@ def plan_conversion(
         hf_dir: Hugging Face checkpoint directory.
         ckpt_dir: where the result would go; must not exist, and not be `hf_dir`.
         dtype: "float32", "float16" or "bfloat16"; the checkpoint's own when None.
+        quantize: "nvfp4", "fp8" or "fp8-block": what plain weights become.
+        only: which of them: "experts" (routed), "mlp" (and shared experts) or "all" (and the
+            projections of attention and n-gram blocks).
         workers: tensors that are converted at a time.
 
     Raises UsageError for wrong arguments, InputError for anything wrong in the checkpoint.
@@ -178,25 +200,46 @@ def plan_conversion(
     config = family.plan_config(source, dtype or stored)  # type: ignore[arg-type]
     tokenizer = TokenizerFiles.find(hf_dir, config.vocab_size)
     tensors = family.plan_tensors(source, config)
-    recipes = _resolve(source, tensors, config.dtype, strict=dtype is None)
+    request = None if quantize is None else Quantize.parse(quantize, only)
+    resolved = resolve(source, tensors, config.dtype, strict=dtype is None, quantize=request)
+    claims = read_claims(source, tensors.canonical)
+    notes = compare(claims, resolved.modules, source.tensors, tensors.canonical)
+    kv_cache = next((claim.kv_cache for claim in claims if claim.kv_cache), None)
+    quantization, layers = summarise(resolved.modules, kv_cache)
+    config = config.model_copy(update={"quantization": quantization})
+    recipes = resolved.recipes
     # Wide elements first, so that every tensor begins at a multiple of its element size.
     recipes.sort(key=lambda recipe: -recipe.outputs[0].dtype.bits)
     plan = ConversionPlan(
-        source, config, tuple(recipes), tuple(tensors.ignored), tokenizer, workers
+        source,
+        config,
+        layers,
+        tuple(recipes),
+        tuple(tensors.ignored),
+        tuple(notes),
+        tokenizer,
+        workers,
     )
     _check_disk(plan, ckpt_dir)
     return plan
 
 
 def convert(
-    hf_dir: Path, ckpt_dir: Path, dtype: str | None = None, *, workers: int = 2
+    hf_dir: Path,
+    ckpt_dir: Path,
+    dtype: str | None = None,
+    *,
+    quantize: str | None = None,
+    only: str = "experts",
+    workers: int = 2,
 ) -> ConversionReport:
     """Plan and execute; see `plan_conversion` for the arguments and errors.
 
     When the process is killed, the same call continues where it stopped and the result is the same
     to the last byte.
     """
-    return execute(plan_conversion(hf_dir, ckpt_dir, dtype, workers=workers), ckpt_dir)
+    plan = plan_conversion(hf_dir, ckpt_dir, dtype, quantize=quantize, only=only, workers=workers)
+    return execute(plan, ckpt_dir)
 
 
 def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
@@ -208,7 +251,9 @@ def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
             OutputFile(partial.work / WEIGHTS_FILE, plan.outputs) as file,
             progress("convert", plan.bytes_read, "bytes") as bar,
         ):
-            counts = run_tasks(tasks, partial, file, operations={}, workers=plan.workers, bar=bar)
+            counts = run_tasks(
+                tasks, partial, file, operations=OPERATIONS, workers=plan.workers, bar=bar
+            )
         if plan.source.identity() != plan.config.source:
             raise InputError(
                 "the source checkpoint changed while it was converted",
@@ -217,16 +262,15 @@ def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
             )
         plan.tokenizer.copy_to(partial.work / TOKENIZER_DIR)
         write_config(partial.work, plan.config)
+        if plan.quantized_layers is not None:
+            text = json.dumps(plan.quantized_layers, indent=2)
+            (partial.work / QUANT_FILE).write_text(text + "\n")
     return ConversionReport(plan, ckpt_dir, time.monotonic() - start, dict(counts.small))
 
 
 def _stored_dtype(source: SourceCheckpoint) -> str:
     """The type that most of the weights' elements have, checked against the declared one."""
-    elements: dict[str, int] = {}
-    for entry in source.tensors.values():
-        if entry.dtype.name in _COMPUTE:
-            count = entry.nbytes * 8 // entry.dtype.bits
-            elements[entry.dtype.name] = elements.get(entry.dtype.name, 0) + count
+    elements = stored_elements(source)
     if not elements:
         raise InputError(
             "no tensor of the checkpoint has a floating-point type that can be computed in",
@@ -246,53 +290,6 @@ def _stored_dtype(source: SourceCheckpoint) -> str:
                 fix="correct dtype in config.json; --dtype then converts to another type",
             )
     return stored
-
-
-def _resolve(
-    source: SourceCheckpoint, plan: TensorPlan, dtype: str, *, strict: bool
-) -> list[Recipe]:
-    """Recipes for all wanted tensors; one error for everything that does not fit.
-
-    With `strict`, a tensor of another floating type than the checkpoint's is an error unless the
-    family expects it; otherwise all are cast.
-    """
-    findings = Findings([], [], {})
-    recipes, used = [], []
-    for wanted in plan.wanted:
-        entries = []
-        for part in wanted.parts:
-            name = plan.names.get(part.name)
-            if name is None:
-                findings.missing.append(part.name)
-                continue
-            entry = source.tensors[name]
-            used.append(name)
-            entries.append(entry)
-            if entry.shape != part.shape:
-                findings.wrong[name] = (f"shape {list(part.shape)}", f"{list(entry.shape)}")
-            elif not _fits(entry, wanted, dtype, strict):
-                findings.wrong[name] = (dtype if strict else "a float type", entry.dtype.name)
-        if len(entries) == len(wanted.parts):
-            recipes.append(_copy_recipe(wanted, entries, dtype))
-    findings.unexpected = unexpected_names(source.tensors, used, plan.ignored)
-    findings.raise_if_any(str(source.directory))
-    return recipes
-
-
-def _fits(entry: TensorEntry, wanted: Wanted, dtype: str, strict: bool) -> bool:
-    name = entry.dtype.name
-    if name == dtype:
-        return True
-    if name not in _COMPUTE:
-        return False
-    widened = (wanted.keep_float32 or wanted.may_widen) and name == "float32"
-    return widened or not strict
-
-
-def _copy_recipe(wanted: Wanted, entries: list[TensorEntry], dtype: str) -> Recipe:
-    kept = wanted.keep_float32 and all(entry.dtype.name == "float32" for entry in entries)
-    target = BY_NAME["float32" if kept else dtype]
-    return Recipe((Output(wanted.target, target, wanted.shape),), tuple(entries))
 
 
 def _check_disk(plan: ConversionPlan, ckpt_dir: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 from converters.checkpoint.header import Shape, TensorEntry
 from plugins.support.dtypes import DType
 
-Operation = Literal["copy", "nvfp4", "fp8", "fp8_block"]
+Operation = Literal["copy", "reciprocal", "nvfp4", "fp8", "fp8_block"]
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,22 @@ class Wanted:
         parts: the sources.
         matrices: leading dimensions of the target that count whole matrices (0 for a plain
             matrix, 1 for stacked experts).
+        pieces: projections that lie one below the other in each matrix (2 for gate and up).
         keep_float32: a float32 source stays float32 whatever the checkpoint's type.
         may_widen: a float32 source among narrower weights is expected, and is cast.
         quantize: which `--only` class the tensor belongs to, None when it is never quantised.
+        scale_owner: module that holds the one scale of all parts, when they share it.
     """
 
     target: str
     shape: Shape
     parts: tuple[Part, ...]
     matrices: int = 0
+    pieces: int = 1
     keep_float32: bool = False
     may_widen: bool = False
     quantize: Literal["experts", "mlp", "all"] | None = None
+    scale_owner: str | None = None
 
     def __post_init__(self) -> None:
         elements = sum(math.prod(part.shape) for part in self.parts)
@@ -77,6 +81,8 @@ class Recipe:
         sources: tensors in order.
         operation: what happens to the elements.
         matrices: whole matrices in the sources; each is quantised with its own global scale.
+        pieces: projections in each matrix.
+        matrix_shape: rows and columns of each matrix that is quantised.
         positive: every value must be finite and above zero (scales).
     """
 
@@ -84,4 +90,6 @@ class Recipe:
     sources: tuple[TensorEntry, ...]
     operation: Operation = "copy"
     matrices: int = 1
+    pieces: int = 1
+    matrix_shape: tuple[int, int] = (0, 0)
     positive: bool = False

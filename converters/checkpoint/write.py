@@ -23,6 +23,27 @@ from plugins.support.progress import Reporter
 
 # A piece that one worker holds in memory. Large enough for full disk speed.
 CHUNK_BYTES = 16 * 1024 * 1024
+# Elements that are checked and cast at a time: several passes over them stay in the cache.
+_CAST_ELEMENTS = 256 * 1024
+_INTEGERS = {16: torch.int16, 32: torch.int32}
+
+
+class _Buffers(threading.local):
+    """Memory that a thread uses again: fresh pages cost more than the work done in them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def of(self, role: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """A flat tensor of `count` elements; any content, valid until the role is asked again."""
+        size = count * dtype.itemsize
+        kept = self._kept.get(role)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[role] = torch.empty(size, dtype=torch.uint8)
+        return kept[:size].view(dtype)
+
+
+_buffers = _Buffers()
 
 
 @dataclass(frozen=True)
@@ -39,19 +60,21 @@ class Segment:
         return self.entry.dtype.nbytes(self.count)
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of the piece, as a flat tensor."""
+        """Elements [start, start + count) of the piece, as a flat tensor.
+
+        The tensor is valid until the same thread reads again.
+        """
         dtype = self.entry.dtype
-        data = bytearray(dtype.nbytes(count))
-        view, position = memoryview(data), self.entry.offset + dtype.nbytes(self.start + start)
+        data = _buffers.of("read", torch.uint8, dtype.nbytes(count))
+        view = memoryview(data.numpy().data)
+        position = self.entry.offset + dtype.nbytes(self.start + start)
         with self.entry.file.open("rb", buffering=0) as file:
             while view:
                 got = os.preadv(file.fileno(), [view], position)
                 if got == 0:
                     raise _ended_early(self.entry)
                 view, position = view[got:], position + got
-        if not data:
-            return torch.empty(0, dtype=dtype.torch)
-        return torch.frombuffer(data, dtype=dtype.torch)
+        return data.view(dtype.torch)
 
 
 class OutputFile:
@@ -122,7 +145,7 @@ def split_tasks(recipes: Sequence[Recipe]) -> list[Task]:
     """Independent tasks: one per source tensor of a copy, one per matrix of a quantisation."""
     tasks = []
     for recipe in recipes:
-        if recipe.operation == "copy":
+        if recipe.operation in ("copy", "reciprocal"):
             start = 0
             for entry in recipe.sources:
                 count = math.prod(entry.shape)
@@ -231,9 +254,8 @@ def copy(
     if segment.entry.dtype == output.dtype and not task.recipe.positive:
         _copy_bytes(segment, file, file.position(output.name, task.start), advance)
         return
-    step = CHUNK_BYTES // 4
-    for start in range(0, segment.count, step):
-        count = min(step, segment.count - start)
+    for start in range(0, segment.count, _CAST_ELEMENTS):
+        count = min(_CAST_ELEMENTS, segment.count - start)
         values = segment.read(start, count)
         if task.recipe.positive:
             _check_positive(values, segment.entry)
@@ -274,13 +296,17 @@ def _copy_bytes(
 def _cast(
     values: torch.Tensor, dtype: DType, entry: TensorEntry, name: str, counts: NarrowingCounts
 ) -> torch.Tensor:
-    result = values.to(dtype.torch)
+    result = _buffers.of("cast", dtype.torch, values.numel()).copy_(values)
     source, target = torch.finfo(values.dtype), torch.finfo(dtype.torch)
     if source.max <= target.max and source.smallest_normal >= target.smallest_normal:
         return result
-    magnitudes = values.abs()
-    # One quick pass decides whether a careful one is needed; NaN fails this comparison too.
-    if not bool(magnitudes.max() <= target.max):
+    # Magnitudes of floating-point numbers are ordered as their bits are, which compare quicker.
+    bits = result.view(_INTEGERS[dtype.bits]) & (1 << (dtype.bits - 1)) - 1
+    infinity, smallest = (
+        int(torch.tensor(value, dtype=dtype.torch).view(_INTEGERS[dtype.bits]))
+        for value in (torch.inf, target.smallest_normal)
+    )
+    if int(bits.amax()) >= infinity:
         overflow = int((values.isfinite() & ~result.isfinite()).sum())
         if overflow:
             raise InputError(
@@ -290,8 +316,8 @@ def _cast(
                 found=f"{float(values[values.isfinite()].abs().max()):g}",
                 fix="convert to bfloat16 or float32",
             )
-    below = int(torch.count_nonzero(magnitudes < target.smallest_normal))
-    zeros = magnitudes.numel() - int(torch.count_nonzero(magnitudes))
+    below = int(torch.count_nonzero(bits < smallest))
+    zeros = values.numel() - int(torch.count_nonzero(values))
     counts.add(name, below - zeros)
     return result
 

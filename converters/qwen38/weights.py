@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Literal
 
 from converters.checkpoint.header import Shape
@@ -62,7 +63,21 @@ def plan_tensors(source: SourceCheckpoint, config: Qwen38CheckpointConfig) -> Te
     wanted = _Names(config, names).wanted()
     groups = [Ignored(why, tuple(group)) for why, group in ignored.items()]
     groups.append(Ignored("hash constants, checked and kept in config.json", tuple(constants)))
-    return TensorPlan(names, wanted, [group for group in groups if group.names], EMBEDDING)
+    used = [group for group in groups if group.names]
+    return TensorPlan(names, wanted, used, EMBEDDING, _declared_name(config))
+
+
+def _declared_name(config: Qwen38CheckpointConfig) -> Callable[[str], str]:
+    """Canonical names for declarations, where the draft layer may count as the last layer."""
+    after_last = f"layers.{config.num_hidden_layers}."
+
+    def canonical(name: str) -> str:
+        short = canonical_name(name)
+        if short.startswith(after_last):
+            return "mtp.layers.0." + short.removeprefix(after_last)
+        return short
+
+    return canonical
 
 
 def _check_hash_constants(
@@ -230,10 +245,16 @@ class _Names:
                     for projection in projections
                 )
             )
-            wanted = Wanted(
-                f"{target}experts.{name}.weight", shape, parts, matrices=1, quantize="experts"
+            self.list.append(
+                Wanted(
+                    f"{target}experts.{name}.weight",
+                    shape,
+                    parts,
+                    matrices=1,
+                    pieces=len(projections),
+                    quantize="experts",
+                )
             )
-            self.list.append(wanted)
         shared = block.shared_expert_intermediate_size
         for name, rows, columns in (
             ("gate", shared, hidden),
@@ -279,7 +300,14 @@ class _Names:
             )
             for number in range(block.split_ngram_parts)
         )
-        self.list.append(Wanted(f"{target}ngram_embedding.weight", (rows, columns), parts))
+        self.list.append(
+            Wanted(
+                f"{target}ngram_embedding.weight",
+                (rows, columns),
+                parts,
+                scale_owner=f"{source}ple_embedding.ngram_embedding",
+            )
+        )
 
     def _drafts(self) -> None:
         hidden = self.hidden

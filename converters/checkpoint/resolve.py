@@ -1,0 +1,169 @@
+"""From what a family wants and a checkpoint holds to recipes, or to one error with everything."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from converters.checkpoint.header import TensorEntry
+from converters.checkpoint.match import Findings, unexpected_names
+from converters.checkpoint.recipe import Output, Recipe, Wanted
+from converters.checkpoint.source import SourceCheckpoint
+from converters.family import TensorPlan
+from converters.quantization.evidence import Names, carry_over, detect
+from converters.quantization.formats import Format
+from converters.quantization.targets import Quantize, quantized_recipes
+from plugins.support.dtypes import BY_NAME, COMPUTE_DTYPES
+
+
+@dataclass(frozen=True)
+class Module:
+    """How one matrix is stored in the result.
+
+    Attributes:
+        target: module name in the TensorRT-LLM checkpoint.
+        source: canonical names of its source modules.
+        algorithm: TensorRT-LLM's name, None for a plain matrix.
+        group_size: columns per scale.
+        is_table: looked up by row, not multiplied.
+    """
+
+    target: str
+    source: tuple[str, ...]
+    algorithm: str | None
+    group_size: int | None
+    is_table: bool
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Recipes of all tensors, and how each matrix ends up stored."""
+
+    recipes: list[Recipe]
+    modules: list[Module]
+
+
+def resolve(
+    source: SourceCheckpoint,
+    plan: TensorPlan,
+    dtype: str,
+    *,
+    strict: bool,
+    quantize: Quantize | None = None,
+) -> Resolved:
+    """Find the sources of all wanted tensors.
+
+    Args:
+        source: the checkpoint.
+        plan: what the family wants of it.
+        dtype: the checkpoint's computing type.
+        strict: a tensor of another floating type than `dtype` is an error unless the family
+            expects it; otherwise all are cast.
+        quantize: what to quantise of what is not yet.
+
+    Raises InputError naming everything that is missing, unexpected or does not fit.
+    """
+    findings = Findings([], [], {})
+    names = Names(plan.names, source.tensors)
+    recipes: list[Recipe] = []
+    modules: list[Module] = []
+    for wanted in plan.wanted:
+        format_ = _common_format(wanted, names, findings)
+        if format_ is not None:
+            recipes += carry_over(wanted, format_, names, findings)
+        else:
+            entries = _plain_sources(wanted, names, findings, dtype, strict=strict)
+            if len(entries) < len(wanted.parts):
+                continue
+            if quantize is not None and quantize.covers(wanted):
+                recipes += quantized_recipes(wanted, entries, quantize, findings)
+                format_ = quantize.format
+            else:
+                recipes.append(_copy_recipe(wanted, entries, dtype))
+        if wanted.quantize is not None or wanted.scale_owner is not None:
+            modules.append(_module(wanted, format_))
+    findings.unexpected = unexpected_names(source.tensors, names.used, plan.ignored)
+    findings.raise_if_any(str(source.directory))
+    return Resolved(recipes, modules)
+
+
+def _module(wanted: Wanted, format_: Format | None) -> Module:
+    return Module(
+        wanted.target.removesuffix(".weight"),
+        tuple(part.name.removesuffix(".weight") for part in wanted.parts),
+        format_.algorithm if format_ else None,
+        format_.group_size if format_ else None,
+        wanted.scale_owner is not None,
+    )
+
+
+def _common_format(wanted: Wanted, names: Names, findings: Findings) -> Format | None:
+    """The format of most parts; parts in another one are findings."""
+    if wanted.quantize is None and wanted.scale_owner is None:
+        return None
+    found = {part.name: detect(names, part) for part in wanted.parts if _is_there(names, part.name)}
+    counts = Counter(found.values())
+    if not counts:
+        return None
+    ((common, _),) = counts.most_common(1)
+    for name, format_ in found.items():
+        if format_ != common:
+            findings.wrong[name] = (
+                f"{_describe(common)} like the rest of {wanted.target}",
+                _describe(format_),
+            )
+    return common
+
+
+def _is_there(names: Names, weight: str) -> bool:
+    module = weight.removesuffix(".weight")
+    return any(
+        names.component(module, suffix)[1] is not None for suffix in ("weight", "weight_packed")
+    )
+
+
+def _describe(format_: Format | None) -> str:
+    return format_.name if format_ else "a plain weight"
+
+
+def _plain_sources(
+    wanted: Wanted, names: Names, findings: Findings, dtype: str, *, strict: bool
+) -> list[TensorEntry]:
+    entries = []
+    for part in wanted.parts:
+        entry = names.find(part.name)
+        if entry is None:
+            findings.missing.append(part.name)
+            continue
+        entries.append(names.use(entry))
+        if entry.shape != part.shape:
+            findings.wrong[entry.name] = (f"shape {list(part.shape)}", f"{list(entry.shape)}")
+        elif not _fits(entry, wanted, dtype, strict=strict):
+            findings.wrong[entry.name] = (dtype if strict else "a float type", entry.dtype.name)
+    return entries
+
+
+def _fits(entry: TensorEntry, wanted: Wanted, dtype: str, *, strict: bool) -> bool:
+    name = entry.dtype.name
+    if name == dtype:
+        return True
+    if name not in COMPUTE_DTYPES:
+        return False
+    widened = (wanted.keep_float32 or wanted.may_widen) and name == "float32"
+    return widened or not strict
+
+
+def _copy_recipe(wanted: Wanted, entries: list[TensorEntry], dtype: str) -> Recipe:
+    kept = wanted.keep_float32 and all(entry.dtype.name == "float32" for entry in entries)
+    target = BY_NAME["float32" if kept else dtype]
+    return Recipe((Output(wanted.target, target, wanted.shape),), tuple(entries))
+
+
+def stored_elements(source: SourceCheckpoint) -> dict[str, int]:
+    """Elements of the checkpoint's tensors by computing type."""
+    elements: Counter[str] = Counter()
+    for entry in source.tensors.values():
+        if entry.dtype.name in COMPUTE_DTYPES:
+            elements[entry.dtype.name] += math.prod(entry.shape)
+    return dict(elements)

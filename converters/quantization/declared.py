@@ -1,0 +1,284 @@
+"""What a checkpoint claims about its quantisation, compared with what its tensors are.
+
+The tensors decide. A claim about a named module, about the table or about the whole model that the
+tensors contradict is an error that states both. Exclusion patterns only express what an exporter
+left alone, often in another spelling, so a pattern that disagrees or matches nothing is reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from converters.checkpoint.match import grouped
+from converters.checkpoint.resolve import Module
+from converters.checkpoint.source import SourceCheckpoint
+from plugins.support.errors import InputError
+
+MIXED = "MIXED_PRECISION"
+_ALIASES = {"FP8_PB_WO": "FP8_BLOCK_SCALES", "W4A16_NVFP4": "NVFP4"}
+_TABLE_TYPES = {"float8_e4m3fn": "FP8", "nvfp4": "NVFP4"}
+_KNOWN = ("NVFP4", "FP8", "FP8_BLOCK_SCALES", MIXED)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """One declaration.
+
+    Attributes:
+        where: file and key.
+        algorithm: of the whole model, None when only modules are named.
+        modules: canonical module name -> algorithm; covers everything below it.
+        excluded: patterns of modules that are said to be plain.
+        table: algorithm of the n-gram table.
+        kv_cache: algorithm of the key and value cache.
+    """
+
+    where: str
+    algorithm: str | None
+    modules: Mapping[str, str] = field(default_factory=dict)
+    excluded: Sequence[str] = ()
+    table: str | None = None
+    kv_cache: str | None = None
+
+
+def read_claims(source: SourceCheckpoint, canonical: Callable[[str], str]) -> list[Claims]:
+    """All declarations: inline, in `hf_quant_config.json`, and the table's own key.
+
+    Raises InputError for methods and algorithms that are not supported.
+    """
+    text = source.config.get("text_config")
+    blocks: list[tuple[str, Mapping[str, Any]]] = [("config.json", source.config)]
+    if isinstance(text, Mapping):
+        blocks.append(("config.json: text_config", text))
+    claims = []
+    for where, block in blocks:
+        inline = block.get("quantization_config")
+        if inline is not None:
+            place = f"{source.directory / where}: quantization_config"
+            claims.append(_inline(_mapping(inline, place), place, canonical))
+        table = block.get("ple_embedding_dtype")
+        if table is not None:
+            place = f"{source.directory / where}: ple_embedding_dtype"
+            claims.append(Claims(place, None, table=_table(table, place)))
+    separate = source.optional_json("hf_quant_config.json")
+    if separate is not None:
+        place = f"{source.directory / 'hf_quant_config.json'}: quantization"
+        inner = _mapping(separate.get("quantization"), place)
+        claims.append(_modelopt(inner, place, canonical))
+    return claims
+
+
+def compare(
+    claims: Sequence[Claims],
+    modules: Sequence[Module],
+    all_names: Iterable[str],
+    canonical: Callable[[str], str],
+) -> list[str]:
+    """Notes on harmless disagreements. Raises InputError for a contradiction.
+
+    Args:
+        claims: of `read_claims`.
+        modules: matrices that were found.
+        all_names: names of all tensors on disk, which patterns may mean.
+        canonical: removes the prefixes of classes and exporters.
+    """
+    spellings = {name: _spellings(name, canonical) for name in all_names}
+    notes: list[str] = []
+    for claim in claims:
+        _check_named(claim, modules, notes)
+        _check_model(claim, modules)
+        for module in modules:
+            if module.is_table and claim.table is not None and module.algorithm != claim.table:
+                raise _contradiction(claim, module, claim.table)
+        for pattern in claim.excluded:
+            if not any(_matches(pattern, spelling) for spelling in spellings.values()):
+                notes.append(f"exclusion {pattern!r} matches nothing ({claim.where})")
+        notes += _disagreeing_exclusions(claim, modules)
+    stored = {module.algorithm for module in modules if module.algorithm}
+    if stored and not claims:
+        notes.append(f"quantised as {', '.join(sorted(stored))}, declared nowhere")
+    return notes
+
+
+def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> None:
+    for name, declared in claim.modules.items():
+        covered = [m for m in modules if any(_below(source, name) for source in m.source)]
+        if not covered:
+            notes.append(f"quantised layer {name!r} matches nothing ({claim.where})")
+        for module in covered:
+            if module.algorithm != declared:
+                raise _contradiction(claim, module, declared)
+
+
+def _check_model(claim: Claims, modules: Sequence[Module]) -> None:
+    if claim.algorithm is None:
+        return
+    stored = [module for module in modules if module.algorithm]
+    if not stored:
+        raise InputError(
+            "the configuration declares quantised weights, but all weights are plain",
+            where=claim.where,
+            expected=claim.algorithm,
+            found="no codes and scales",
+        )
+    if claim.algorithm == MIXED:
+        return
+    for module in stored:
+        # One entry for the whole model speaks of linear layers, not of the table.
+        if not module.is_table and module.algorithm != claim.algorithm:
+            raise _contradiction(claim, module, claim.algorithm)
+
+
+def _disagreeing_exclusions(claim: Claims, modules: Sequence[Module]) -> list[str]:
+    quantised = [
+        module.source[0]
+        for module in modules
+        if module.algorithm
+        and not module.is_table
+        and any(_matches(pattern, _prefixed(module.source[0])) for pattern in claim.excluded)
+    ]
+    return [f"excluded but quantised: {line} ({claim.where})" for line in grouped(quantised)]
+
+
+def _contradiction(claim: Claims, module: Module, declared: str) -> InputError:
+    return InputError(
+        "the configuration and the tensors contradict each other",
+        where=f"{claim.where} and tensors of {module.source[0]}",
+        expected=f"{declared}, as declared",
+        found=f"{module.algorithm or 'plain weights'}, by element types and scales",
+        fix="correct the configuration; the tensors were not changed",
+    )
+
+
+def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str]) -> Claims:
+    method = block.get("quant_method")
+    if method == "fp8":
+        blocks = block.get("weight_block_size")
+        if blocks not in (None, [128, 128]):
+            raise InputError(
+                "unsupported FP8 block size", where=where, expected="[128, 128]", found=str(blocks)
+            )
+        return Claims(
+            where,
+            "FP8_BLOCK_SCALES" if blocks else "FP8",
+            excluded=_names(block, "modules_to_not_convert", where),
+        )
+    if method == "compressed-tensors":
+        return _compressed_tensors(block, where)
+    if method == "modelopt" or (method is None and "quant_algo" in block):
+        return _modelopt(block, where, canonical)
+    raise InputError(
+        "unsupported quantisation method",
+        where=where,
+        expected="fp8, modelopt or compressed-tensors",
+        found=str(method),
+    )
+
+
+def _modelopt(block: Mapping[str, Any], where: str, canonical: Callable[[str], str]) -> Claims:
+    layers = block.get("quantized_layers") or {}
+    modules = {}
+    for name, entry in _mapping(layers, f"{where}.quantized_layers").items():
+        inner = _mapping(entry, f"{where}.quantized_layers.{name}")
+        modules[canonical(name)] = _algorithm(inner.get("quant_algo"), f"{where}: {name}")
+    algorithm = block.get("quant_algo")
+    kv_cache = block.get("kv_cache_quant_algo")
+    return Claims(
+        where,
+        None if algorithm is None else _algorithm(algorithm, where),
+        modules,
+        [*_names(block, "ignore", where), *_names(block, "exclude_modules", where)],
+        kv_cache=None if kv_cache is None else str(kv_cache),
+    )
+
+
+def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
+    groups = _mapping(block.get("config_groups"), f"{where}.config_groups")
+    found = set()
+    for name, group in groups.items():
+        place = f"{where}.config_groups.{name}"
+        weights = _mapping(_mapping(group, place).get("weights"), f"{place}.weights")
+        key = (weights.get("num_bits"), weights.get("type"), weights.get("strategy"))
+        algorithm = _COMPRESSED.get(key)
+        if algorithm is None:
+            raise InputError(
+                "unsupported compressed-tensors weights",
+                where=place,
+                expected=" or ".join(str(known) for known in _COMPRESSED),
+                found=str(key),
+            )
+        found.add(algorithm)
+    algorithm = found.pop() if len(found) == 1 else MIXED
+    return Claims(where, algorithm, excluded=_names(block, "ignore", where))
+
+
+_COMPRESSED: dict[tuple[Any, Any, Any], str] = {
+    (4, "float", "tensor_group"): "NVFP4",
+    (8, "float", "tensor"): "FP8",
+    (8, "float", "block"): "FP8_BLOCK_SCALES",
+}
+
+
+def _algorithm(value: Any, where: str) -> str:
+    name = _ALIASES.get(str(value), str(value))
+    if name not in _KNOWN:
+        raise InputError(
+            "unsupported quantisation algorithm",
+            where=where,
+            expected=", ".join([*_KNOWN, *_ALIASES]),
+            found=str(value),
+        )
+    return name
+
+
+def _table(value: Any, where: str) -> str:
+    if value not in _TABLE_TYPES:
+        raise InputError(
+            "unsupported type of the n-gram table",
+            where=where,
+            expected=", ".join(_TABLE_TYPES),
+            found=str(value),
+        )
+    return _TABLE_TYPES[value]
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError("not an object", where=where, found=repr(value))
+    return value
+
+
+def _names(block: Mapping[str, Any], key: str, where: str) -> list[str]:
+    value = block.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise InputError("not a list of names", where=f"{where}.{key}", found=repr(value))
+    return value
+
+
+def _below(module: str, name: str) -> bool:
+    return module == name or module.startswith((f"{name}.", f"{name}_proj"))
+
+
+def _prefixed(canonical: str) -> tuple[str, ...]:
+    return (canonical, f"model.{canonical}", f"model.language_model.{canonical}")
+
+
+def _spellings(name: str, canonical: Callable[[str], str]) -> tuple[str, ...]:
+    """A tensor's name and its module's, with and without prefixes."""
+    short = canonical(name)
+    modules = {name, short, name.rpartition(".")[0], short.rpartition(".")[0]}
+    return tuple(spelling for module in modules for spelling in _prefixed(module))
+
+
+def _matches(pattern: str, spellings: Iterable[str]) -> bool:
+    """Whether a pattern means a module: exact, a parent of it, with wildcards, or a regex."""
+    if pattern.startswith("re:"):
+        return any(re.match(pattern[3:], name) for name in spellings)
+    return any(
+        name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+        for name in spellings
+    )

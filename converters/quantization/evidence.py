@@ -1,0 +1,236 @@
+"""Decides how each weight is stored by looking at its tensors, never at what a file claims.
+
+Configurations describe the exporter's intentions: exclusion lists name linear layers but not the
+table beside them, one name covers several storages, and entries are spelled in many ways. The
+element types and the scales beside a weight leave no choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from converters.checkpoint.header import Shape, TensorEntry
+from converters.checkpoint.match import Findings
+from converters.checkpoint.recipe import Operation, Output, Part, Recipe, Wanted
+from converters.quantization import formats, fp8
+from converters.quantization.formats import Component, Format
+from plugins.support.dtypes import BY_NAME, COMPUTE_DTYPES
+from plugins.support.errors import InputError
+
+
+class Names:
+    """The tensors of a checkpoint by canonical name, and which of them have been used."""
+
+    def __init__(self, names: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> None:
+        self._names, self._tensors = names, tensors
+        self.used: list[str] = []
+
+    def find(self, name: str) -> TensorEntry | None:
+        """The tensor of a canonical name."""
+        disk = self._names.get(name)
+        return None if disk is None else self._tensors[disk]
+
+    def use(self, entry: TensorEntry) -> TensorEntry:
+        """Mark a tensor as used."""
+        self.used.append(entry.name)
+        return entry
+
+    def component(self, module: str, suffix: str) -> tuple[str, TensorEntry | None]:
+        """A module's tensor with that suffix: its canonical name, and the tensor if it is there.
+
+        Stacked experts have no `.weight`; what belongs to them follows a dot or an underscore.
+        """
+        candidates = [f"{module}.{suffix}", f"{module}_{suffix}"]
+        if suffix == "weight":
+            candidates = [f"{module}.weight", module]
+        for name in candidates:
+            entry = self.find(name)
+            if entry is not None:
+                return name, entry
+        return candidates[0], None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one wanted tensor is stored: its format and the recipes that carry it over."""
+
+    format: Format | None
+    recipes: tuple[Recipe, ...]
+
+
+def module_of(part: Part) -> str:
+    """The module that a weight belongs to."""
+    return part.name.removesuffix(".weight")
+
+
+def detect(names: Names, part: Part) -> Format | None:
+    """The format of one weight; None when it is plain or not there.
+
+    Raises InputError for scales that do not fit the weight's type, and for formats that are
+    recognised but not supported.
+    """
+    module = module_of(part)
+    if names.component(module, formats.NVFP4_PACKED.codes.suffix)[1] is not None:
+        return formats.NVFP4_PACKED
+    name, weight = names.component(module, "weight")
+    if weight is None:
+        return None
+    scales = {
+        suffix: entry
+        for suffix in formats.SCALE_SUFFIXES
+        if (entry := names.component(module, suffix)[1]) is not None
+    }
+    where = f"{weight.file}: {name}"
+    if weight.dtype.name in COMPUTE_DTYPES:
+        if scales:
+            raise InputError(
+                "a plain weight has scales beside it",
+                where=where,
+                expected="no scales, or a quantised weight",
+                found=f"{weight.dtype.name} with {', '.join(scales)}",
+            )
+        return None
+    if weight.dtype.name == "uint8":
+        return formats.NVFP4
+    if weight.dtype.name != "float8_e4m3fn":
+        return None
+    if "weight_scale_inv" in scales:
+        return formats.FP8_BLOCK
+    scale = scales.get("weight_scale")
+    if scale is None or math.prod(scale.shape) == 1:
+        return formats.FP8
+    if scale.dtype.name in ("uint8", "float8_e8m0fnu"):
+        raise InputError(
+            "MXFP8 weights are not supported",
+            where=where,
+            found=f"float8_e4m3fn with {scale.dtype.name} scales per 32 columns",
+            fix="use a checkpoint in BF16, FP8 or NVFP4",
+        )
+    if len(part.shape) == 3 and math.prod(scale.shape) == part.shape[0]:
+        return formats.FP8
+    return formats.FP8_BLOCK_MODELOPT
+
+
+def carry_over(
+    wanted: Wanted, format_: Format, names: Names, findings: Findings
+) -> tuple[Recipe, ...]:
+    """Recipes that keep the exact codes and scales of a quantised tensor.
+
+    Everything that is missing or does not fit goes to `findings`.
+    """
+    recipes = []
+    if wanted.shape[-1] % (format_.group_size or 1) and format_.algorithm == "NVFP4":
+        findings.wrong[wanted.parts[0].name] = (
+            f"columns divisible by {format_.group_size}",
+            str(wanted.shape[-1]),
+        )
+    for component in format_.components:
+        recipes += _recipe(wanted, component, names, findings, required=True)
+    if format_.activation is not None and wanted.scale_owner is None:
+        recipes += _recipe(wanted, format_.activation, names, findings, required=False)
+    return tuple(recipes)
+
+
+def _recipe(
+    wanted: Wanted, component: Component, names: Names, findings: Findings, *, required: bool
+) -> list[Recipe]:
+    found: list[TensorEntry] = []
+    missing: list[str] = []
+    shared = component.kind == "scalar" and wanted.scale_owner is not None
+    parts: Sequence[Part] = (
+        (Part(f"{wanted.scale_owner}.weight", (1, 1)),) if shared else wanted.parts
+    )
+    for part in parts:
+        name, entry = names.component(module_of(part), component.suffix)
+        if entry is None:
+            missing.append(name)
+            continue
+        names.use(entry)
+        if entry.dtype.name not in component.dtypes:
+            findings.wrong[name] = (" or ".join(component.dtypes), entry.dtype.name)
+            continue
+        found += _pieces(wanted, part, component, name, entry, findings, shared=shared)
+    if missing:
+        if required or found:
+            findings.missing += missing
+        return []
+    kinds = {entry.dtype.name for entry in found}
+    if len(kinds) > 1:
+        findings.wrong[found[-1].name] = ("one type for all scales", " and ".join(sorted(kinds)))
+    if not found or len(kinds) > 1:
+        return []
+    output = Output(
+        target_name(wanted.target, component),
+        BY_NAME[kinds.pop()],
+        (1,) if shared else target_shape(wanted, component),
+    )
+    if math.prod(output.shape) != sum(math.prod(entry.shape) for entry in found):
+        return []  # a wrong shape, reported above
+    is_scale = component.target != "weight"
+    operation: Operation = "reciprocal" if component.reciprocal else "copy"
+    return [Recipe((output,), tuple(found), operation, positive=is_scale)]
+
+
+def _pieces(
+    wanted: Wanted,
+    part: Part,
+    component: Component,
+    name: str,
+    entry: TensorEntry,
+    findings: Findings,
+    *,
+    shared: bool,
+) -> list[TensorEntry]:
+    """The source tensors, or slices of one, in the order of the target."""
+    *stack, rows, columns = part.shape
+    elements = math.prod(entry.shape)
+    if component.kind == "scalar":
+        count = math.prod(stack) * (wanted.pieces if stack else 1)
+        if shared or count == elements:
+            if shared and elements != 1:
+                findings.wrong[name] = ("one scale", str(list(entry.shape)))
+            return [entry]
+        if stack and elements in (1, stack[0]):
+            # One scale for a whole expert, or for all: written once for each that it covers.
+            repeat = count // elements
+            return [_element(entry, index // repeat) for index in range(count)]
+        findings.wrong[name] = (f"{count} scales", str(list(entry.shape)))
+        return []
+    if component.kind == "blocks" and stack and rows // wanted.pieces % fp8.BLOCK:
+        findings.wrong[name] = ("stacked experts whose rows fill whole blocks", f"{rows} rows")
+        return []
+    expected = (*stack, *component.shape(rows, columns))
+    squeezed = tuple(size for size in entry.shape if size != 1)
+    if squeezed != tuple(size for size in expected if size != 1):
+        findings.wrong[name] = (f"shape {list(expected)}", str(list(entry.shape)))
+        return []
+    return [entry]
+
+
+def _element(entry: TensorEntry, index: int) -> TensorEntry:
+    return replace(entry, shape=(), offset=entry.offset + entry.dtype.nbytes(index))
+
+
+def target_name(weight: str, component: Component) -> str:
+    """Name of a component in the target, from the weight's target name."""
+    return f"{weight.removesuffix('.weight')}.{component.target}"
+
+
+def scalar_shape(wanted: Wanted) -> Shape:
+    """Shape of a target tensor with one value per matrix: [E, 2] for gate and up of experts."""
+    return (*wanted.shape[: wanted.matrices], wanted.pieces)
+
+
+def target_shape(wanted: Wanted, component: Component) -> Shape:
+    """Shape of a component in the target.
+
+    Blocks never straddle two projections: those of the gate come first, then those of up.
+    """
+    if component.kind == "rows":
+        return (*wanted.shape[:-1], wanted.shape[-1] // component.per)
+    if component.kind == "blocks":
+        rows, columns = component.shape(wanted.shape[-2] // wanted.pieces, wanted.shape[-1])
+        return (*wanted.shape[: wanted.matrices], wanted.pieces * rows, columns)
+    return scalar_shape(wanted)

@@ -1,0 +1,150 @@
+"""The operations on a task's matrix, in bounded memory: read twice, once for the largest value.
+
+A matrix that fits into one buffer is read once and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from converters.checkpoint.write import CHUNK_BYTES, Compute, OutputFile, Segment, Task
+from converters.quantization import fp8, nvfp4
+from plugins.support.errors import InputError
+
+Advance = Callable[[int], None]
+# Rows at a time: a multiple of the FP8 block, so that blocks are never cut.
+_ROW_STEP = fp8.BLOCK
+
+
+def quantize_nvfp4(task: Task, file: OutputFile, advance: Advance) -> None:
+    """Codes, block scales and one global scale, which gate and up of an expert share."""
+    codes, blocks, scales = task.recipe.outputs
+    rows, columns = task.recipe.matrix_shape
+    matrix = _Matrix(task, advance)
+    scale = nvfp4.global_scale(matrix.largest())
+    start = task.matrix * rows * columns
+    for first, values in matrix.strips():
+        packed, block_scales = nvfp4.quantize(values, scale)
+        at = start + first * columns
+        file.write(codes.name, at // 2, packed)
+        file.write(blocks.name, at // nvfp4.BLOCK, block_scales)
+    _write_scalar(task, file, scales.name, scale)
+
+
+def quantize_fp8(task: Task, file: OutputFile, advance: Advance) -> None:
+    """Codes and one scale, which gate and up of an expert share."""
+    codes, scales = task.recipe.outputs
+    rows, columns = task.recipe.matrix_shape
+    matrix = _Matrix(task, advance)
+    scale = fp8.matrix_scale(matrix.largest())
+    start = task.matrix * rows * columns
+    for first, values in matrix.strips():
+        file.write(codes.name, start + first * columns, fp8.quantize(values, scale))
+    _write_scalar(task, file, scales.name, scale)
+
+
+def quantize_fp8_blocks(task: Task, file: OutputFile, advance: Advance) -> None:
+    """Codes and a scale per block; blocks do not straddle gate and up."""
+    codes, scales = task.recipe.outputs
+    rows, columns = task.recipe.matrix_shape
+    matrix = _Matrix(task, advance)
+    start = task.matrix * rows * columns
+    per_row = scales.shape[-1]
+    block_row = task.matrix * scales.shape[-2]
+    for first, values in matrix.strips(once=True):
+        block_scales = fp8.block_scales(values)
+        file.write(codes.name, start + first * columns, fp8.quantize_blocks(values, block_scales))
+        file.write(scales.name, block_row * per_row, block_scales)
+        block_row += block_scales.shape[0]
+
+
+def take_reciprocal(task: Task, file: OutputFile, advance: Advance) -> None:
+    """Scales that a file holds as 1 / x."""
+    (segment,) = task.segments
+    values = segment.read(0, segment.count)
+    if not bool(((values > 0) & values.isfinite()).all()):
+        raise InputError(
+            "a reciprocal scale is zero, negative or not finite",
+            where=f"{segment.entry.file}: {segment.entry.name}",
+            expected="finite numbers above zero",
+        )
+    file.write(task.recipe.outputs[0].name, task.start, 1.0 / values)
+    advance(segment.nbytes)
+
+
+OPERATIONS: dict[str, Compute] = {
+    "nvfp4": quantize_nvfp4,
+    "fp8": quantize_fp8,
+    "fp8_block": quantize_fp8_blocks,
+    "reciprocal": take_reciprocal,
+}
+
+
+class _Matrix:
+    """The matrix of a task: one or more segments that hold whole rows of it."""
+
+    def __init__(self, task: Task, advance: Advance) -> None:
+        self._task, self._advance = task, advance
+        self._rows, self._columns = task.recipe.matrix_shape
+        self._kept: list[tuple[int, torch.Tensor]] | None = None
+
+    def largest(self) -> torch.Tensor:
+        """The largest magnitude. Raises InputError for values that are not finite."""
+        keep = self._task.nbytes <= CHUNK_BYTES
+        kept, peaks = [], []
+        for first, values in self._read():
+            peaks.append(_finite_peak(values, self._task))
+            if keep:
+                kept.append((first, values.clone()))
+        self._kept = kept if keep else None
+        return torch.stack(peaks).max()
+
+    def strips(self, *, once: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, rows [n, columns]) in order; with `once`, values are checked here."""
+        for first, values in self._kept if self._kept is not None else self._read():
+            if once:
+                _finite_peak(values, self._task)
+            yield first, values
+        self._advance(self._task.nbytes)
+
+    def _read(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Strips of rows; none goes over the border of two projections."""
+        first = 0
+        step = max(CHUNK_BYTES // 4 // (self._columns * _ROW_STEP), 1) * _ROW_STEP
+        for segment in self._pieces():
+            rows = segment.count // self._columns
+            for row in range(0, rows, step):
+                count = min(step, rows - row)
+                values = segment.read(row * self._columns, count * self._columns)
+                yield first + row, values.view(count, self._columns)
+            first += rows
+
+    def _pieces(self) -> Iterator[Segment]:
+        """Segments, one per projection: a stacked source is cut where gate ends and up begins."""
+        pieces, segments = self._task.recipe.pieces, self._task.segments
+        per_segment = max(pieces // len(segments), 1)
+        for segment in segments:
+            count = segment.count // per_segment
+            for number in range(per_segment):
+                yield Segment(segment.entry, segment.start + number * count, count)
+
+
+def _finite_peak(values: torch.Tensor, task: Task) -> torch.Tensor:
+    peak = values.abs().max()
+    if not bool(peak.isfinite()):
+        entry = task.segments[0].entry
+        bad = values.numel() - int(values.isfinite().sum())
+        raise InputError(
+            f"{bad} values are NaN or infinite, so no scale can be found",
+            where=f"{entry.file}: {entry.name}",
+            expected="finite values",
+            found=f"in the part of {task.recipe.outputs[0].name} that it makes",
+        )
+    return peak.float()
+
+
+def _write_scalar(task: Task, file: OutputFile, name: str, scale: torch.Tensor) -> None:
+    pieces = task.recipe.pieces
+    file.write(name, task.matrix * pieces, scale.repeat(pieces))

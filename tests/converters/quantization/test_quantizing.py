@@ -1,0 +1,167 @@
+"""`--quantize`: what Model Optimizer would have written, and nothing else changes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from converters.checkpoint import write
+from converters.checkpoint.config import WEIGHTS_FILE
+from converters.checkpoint.convert import convert
+from converters.quantization import fp8, nvfp4
+from converters.registry import read_checkpoint_config
+from plugins.support.errors import InputError, UsageError
+from tests.converters.quantization.restore import restored_weights
+from tests.fixtures.qwen38_deterministic import write_deterministic
+
+SIZES = {"moe_intermediate_size": 144, "hidden_size": 64}
+PRECISE = (
+    *(
+        "hyper_connection",
+        "norm",
+        "router",
+        "indexer",
+        "in_proj_a",
+        "in_proj_b",
+        "shared_expert_gate",
+    ),
+    *("vocab_embedding", "lm_head", "conv1d", "A_log", "dt_bias", "ngram_embedding", "mtp."),
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """BF16, experts one by one; 144 rows make a partial FP8 block in gate and in up."""
+    return write_deterministic(
+        tmp_path_factory.mktemp("hf") / "bf16",
+        dtype=torch.bfloat16,
+        stacked_experts=False,
+        vision=False,
+        **SIZES,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    directory = tmp_path_factory.mktemp("plain") / "ckpt"
+    convert(source, directory)
+    return load_file(directory / WEIGHTS_FILE)
+
+
+def modules(tensors: dict[str, torch.Tensor]) -> set[str]:
+    return {name.rpartition(".")[0] for name in tensors if name.endswith("weights_scaling_factor")}
+
+
+def test_experts_are_quantised_as_by_model_optimizer(
+    source: Path, plain: dict[str, torch.Tensor], tmp_path: Path
+):
+    convert(source, tmp_path / "ckpt", quantize="nvfp4")
+    stored = load_file(tmp_path / "ckpt" / WEIGHTS_FILE)
+    assert modules(stored) == {
+        f"transformer.layers.{layer}.mlp.experts.{name}"
+        for layer in range(8)
+        for name in ("gate_up", "down")
+    }
+    for module in modules(stored):
+        for expert, values in enumerate(plain[f"{module}.weight"]):
+            # Gate and up share their global scale, as in an exported checkpoint.
+            scale = nvfp4.global_scale(values.abs().max())
+            packed, scales = nvfp4.quantize(values, scale)
+            assert torch.equal(stored[f"{module}.weight"][expert], packed)
+            found = stored[f"{module}.weights_scaling_factor"][expert]
+            assert torch.equal(found.view(torch.uint8), scales.view(torch.uint8))
+            second = stored[f"{module}.weights_scaling_factor_2"][expert]
+            assert bool((second == scale).all())
+    unchanged = {name for name in plain if name.rpartition(".")[0] not in modules(stored)}
+    assert all(torch.equal(stored[name], plain[name]) for name in unchanged)
+    config = read_checkpoint_config(tmp_path / "ckpt").quantization
+    assert (config.quant_algo, config.group_size) == ("NVFP4", 16)
+
+
+@pytest.mark.parametrize("algorithm", ["nvfp4", "fp8", "fp8-block"])
+def test_scopes_contain_each_other_and_spare_what_must_stay_precise(
+    source: Path, plain: dict[str, torch.Tensor], tmp_path: Path, algorithm: str
+):
+    found = []
+    for only in ("experts", "mlp", "all"):
+        directory = tmp_path / only
+        convert(source, directory, quantize=algorithm, only=only)
+        found.append(modules(load_file(directory / WEIGHTS_FILE)))
+        restored = restored_weights(directory)
+        for name, values in plain.items():
+            wide = values.float()
+            if name.rpartition(".")[0] in found[-1]:
+                error = (restored[name] - wide).abs().max() / wide.abs().max()
+                assert 0 < float(error) < (0.2 if algorithm == "nvfp4" else 0.04), name
+            else:
+                assert torch.equal(restored[name], wide), name
+    assert found[0] < found[1] < found[2]
+    assert "transformer.layers.3.attention.q" in found[2]
+    assert not [name for name in found[2] if any(word in name for word in PRECISE)]
+
+
+def test_block_scales_do_not_straddle_gate_and_up(
+    source: Path, plain: dict[str, torch.Tensor], tmp_path: Path
+):
+    convert(source, tmp_path / "ckpt", quantize="fp8-block")
+    stored = load_file(tmp_path / "ckpt" / WEIGHTS_FILE)
+    module = "transformer.layers.2.mlp.experts.gate_up"
+    scales = stored[f"{module}.weights_scaling_factor"]
+    assert scales.shape == (16, 4, 1)
+    for expert, values in enumerate(plain[f"{module}.weight"]):
+        gate, up = values.chunk(2)
+        expected = torch.cat([fp8.block_scales(gate), fp8.block_scales(up)])
+        assert torch.equal(scales[expert], expected)
+
+
+@pytest.mark.parametrize("algorithm", ["nvfp4", "fp8", "fp8-block"])
+def test_layout_workers_and_buffers_do_not_change_a_byte(
+    source: Path, tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+):
+    options = {"quantize": algorithm, "only": "all"}
+    convert(source, tmp_path / "a", **options)
+    expected = (tmp_path / "a" / WEIGHTS_FILE).read_bytes()
+    stacked = write_deterministic(tmp_path / "stacked", dtype=torch.bfloat16, vision=False, **SIZES)
+    # So small that every matrix is read twice, in several strips.
+    monkeypatch.setattr("converters.quantization.operations.CHUNK_BYTES", 4096)
+    monkeypatch.setattr(write, "CHUNK_BYTES", 4096)
+    convert(stacked, tmp_path / "b", workers=1, **options)
+    assert (tmp_path / "b" / WEIGHTS_FILE).read_bytes() == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float):
+    from tests.converters.qwen38.conftest import Bend
+
+    bend = Bend(write_deterministic(tmp_path / "hf", files=1, mtp=False, vision=False))
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.language_model.layers.4.mlp.experts.down_proj"][3, :2, 5] = value
+
+    bend.tensors(spoil)
+    for algorithm in ("nvfp4", "fp8", "fp8-block"):
+        with pytest.raises(InputError, match="2 values are NaN or infinite") as caught:
+            convert(bend.directory, tmp_path / "ckpt", quantize=algorithm)
+        assert "layers.4.mlp.experts.down_proj" in (caught.value.where or "")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_widths_that_blocks_do_not_divide(tmp_path: Path):
+    source = write_deterministic(tmp_path / "hf", mtp=False, vision=False, moe_intermediate_size=40)
+    with pytest.raises(InputError) as caught:
+        convert(source, tmp_path / "ckpt", quantize="nvfp4")
+    assert "expected columns divisible by 16 to quantise them, found 40 columns" in str(
+        caught.value
+    )
+    convert(source, tmp_path / "ckpt", quantize="fp8-block")
+
+
+def test_wrong_words(source: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match="unknown quantisation"):
+        convert(source, tmp_path / "ckpt", quantize="int4")
+    with pytest.raises(UsageError, match="unknown choice of weights"):
+        convert(source, tmp_path / "ckpt", quantize="fp8", only="attention")

@@ -1,0 +1,283 @@
+"""Quantised checkpoints keep their exact codes and scales, and every broken one is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from converters.checkpoint.config import QUANT_FILE, WEIGHTS_FILE
+from converters.checkpoint.convert import ConversionReport, convert
+from converters.registry import read_checkpoint_config
+from plugins.support.errors import InputError
+from tests.converters.quantization.restore import restored_weights
+from tests.converters.qwen38.test_conversion import RENAMES
+from tests.fixtures import qwen38_quantized as fixture
+from tests.fixtures.qwen38_quantized import BASE, LAYOUTS, TABLE, Quantized
+
+
+def target_name(name: str) -> str:
+    for old, new in RENAMES:
+        name = name.replace(old, new)
+    return name
+
+
+def run(checkpoint: Quantized, directory: Path) -> tuple[ConversionReport, Path]:
+    source = checkpoint.write(directory / "hf")
+    return convert(source, directory / "ckpt"), directory / "ckpt"
+
+
+def wrong_tensors(checkpoint: Quantized, ckpt: Path) -> list[str]:
+    """Targets whose meaning is not exactly the source's."""
+    restored = restored_weights(ckpt)
+    expected = {target_name(name): tensor for name, tensor in checkpoint.dequantised.items()}
+    assert restored.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(restored[name], tensor)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dequantised_values_are_exactly_equal(name: str, tmp_path: Path):
+    checkpoint = LAYOUTS[name]()
+    _, ckpt = run(checkpoint, tmp_path)
+    assert wrong_tensors(checkpoint, ckpt) == []
+
+
+def test_codes_and_scales_are_the_very_bytes(tmp_path: Path):
+    checkpoint = fixture.radixark()
+    _, ckpt = run(checkpoint, tmp_path)
+    stored = load_file(ckpt / WEIGHTS_FILE)
+    down = "transformer.layers.5.mlp.experts.down"
+    source = f"{BASE}layers.5.mlp.experts.7.down_proj"
+    for suffix, origin in (
+        ("weight", "weight"),
+        ("weights_scaling_factor", "weight_scale"),
+        ("weights_scaling_factor_2", "weight_scale_2"),
+        ("activation_scaling_factor", "input_scale"),
+    ):
+        found, expected = stored[f"{down}.{suffix}"][7], checkpoint.tensors[f"{source}.{origin}"]
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
+    assert stored[f"{down}.weights_scaling_factor_2"].shape == (16, 1)
+    gate_up = stored["transformer.layers.5.mlp.experts.gate_up.weights_scaling_factor_2"]
+    assert gate_up.shape == (16, 2)
+    assert bool((gate_up[:, 1] > 2 * gate_up[:, 0]).all())
+
+
+def test_swapped_halves_and_scales_would_be_seen(tmp_path: Path):
+    """The comparison above is able to fail."""
+    checkpoint = fixture.radixark()
+    _, ckpt = run(checkpoint, tmp_path)
+    name = "transformer.layers.0.mlp.experts.gate_up.weight"
+    tensors = load_file(ckpt / WEIGHTS_FILE)
+    from safetensors.torch import save_file
+
+    codes = tensors[name]
+    save_file(tensors | {name: (codes >> 4) | (codes << 4)}, ckpt / WEIGHTS_FILE)
+    assert wrong_tensors(checkpoint, ckpt) == [name]
+    scales = f"{name}s_scaling_factor_2"
+    gate_only = tensors[scales][:, :1].expand(-1, 2).contiguous()
+    save_file(tensors | {scales: gate_only}, ckpt / WEIGHTS_FILE)
+    assert wrong_tensors(checkpoint, ckpt) == [name]
+
+
+def test_stacked_and_single_experts_give_the_same_bytes(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    _, single = run(fixture.radixark(), tmp_path / "a")
+    _, stacked = run(fixture.stacked_nvfp4(), tmp_path / "b")
+    assert (single / WEIGHTS_FILE).read_bytes() == (stacked / WEIGHTS_FILE).read_bytes()
+
+
+def test_one_scale_per_stacked_expert_counts_for_gate_and_up(tmp_path: Path):
+    checkpoint = fixture.stacked_nvfp4()
+    name = f"{BASE}layers.0.mlp.experts.gate_up_proj_weight_scale_2"
+    checkpoint.tensors[name] = checkpoint.tensors[name][:, 0]
+    _, ckpt = run(checkpoint, tmp_path)
+    stored = load_file(ckpt / WEIGHTS_FILE)
+    found = stored["transformer.layers.0.mlp.experts.gate_up.weights_scaling_factor_2"]
+    assert torch.equal(found, checkpoint.tensors[name][:, None].expand(-1, 2))
+
+
+def test_one_algorithm_is_named_and_the_rest_excluded(tmp_path: Path):
+    checkpoint = fixture.plain()
+    checkpoint.experts(BASE, fixture.as_nvfp4)
+    report, ckpt = run(checkpoint, tmp_path)
+    block = read_checkpoint_config(ckpt).quantization
+    assert (block.quant_algo, block.group_size) == ("NVFP4", 16)
+    assert "transformer.layers.*.attention.q" in block.exclude_modules
+    assert "mtp.layers.*.mlp.experts.down" in block.exclude_modules
+    assert not any(
+        name.startswith("transformer") and "mlp.experts" in name for name in block.exclude_modules
+    )
+    assert not (ckpt / QUANT_FILE).exists()
+    assert any("declared nowhere" in line for line in report.lines())
+
+
+def test_mixed_precision_writes_a_table_of_modules(tmp_path: Path):
+    _, ckpt = run(fixture.nvidia(), tmp_path)
+    assert read_checkpoint_config(ckpt).quantization.quant_algo == "MIXED_PRECISION"
+    layers = json.loads((ckpt / QUANT_FILE).read_text())["quantized_layers"]
+    assert layers["transformer.layers.3.mlp.experts.gate_up"] == {
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+    }
+    assert layers["transformer.layers.1.ple.ngram_embedding"]["quant_algo"] == "FP8"
+    assert layers["mtp.layers.0.mlp.experts.down"]["quant_algo"] == "FP8_BLOCK_SCALES"
+    assert "transformer.layers.3.attention.q" not in layers
+
+
+def test_declarations_are_understood_in_every_spelling(tmp_path: Path):
+    checkpoint = fixture.nvidia()
+    inline = checkpoint.config.pop("quantization_config")
+    layers = inline["quantized_layers"]
+    # The draft layer as the one after the last, the older name of its algorithm, another prefix.
+    layers["model.layers.8.mlp.experts"] = layers.pop("mtp.layers.0.mlp.experts") | {
+        "quant_algo": "FP8_BLOCK_SCALES"
+    }
+    source = checkpoint.write(tmp_path / "hf")
+    (source / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": inline})
+    )
+    report = convert(source, tmp_path / "ckpt")
+    assert not [line for line in report.lines() if line.startswith("note")]
+
+
+def test_harmless_disagreements_are_reported(tmp_path: Path):
+    checkpoint = fixture.radixark()
+    quantization = checkpoint.config["quantization_config"]
+    quantization["ignore"] += ["*.block_sparse_moe.*", "*.mlp.experts.*"]
+    report, _ = run(checkpoint, tmp_path)
+    notes = [line for line in report.lines() if line.startswith("note")]
+    assert any("'*.block_sparse_moe.*' matches nothing" in note for note in notes)
+    assert any("excluded but quantised: 8 × layers.*.mlp.experts" in note for note in notes)
+    assert len([note for note in notes if "ple" in note]) == 0
+
+
+Change = Callable[[Quantized], Any]
+
+
+def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> Change:
+    def apply(checkpoint: Quantized) -> None:
+        value = checkpoint.tensors.pop(name)
+        if change is not None:
+            checkpoint.tensors[name] = change(value)
+
+    return apply
+
+
+def declare(**changes: Any) -> Change:
+    return lambda checkpoint: checkpoint.config["quantization_config"].update(changes)
+
+
+EXPERT = f"{BASE}layers.2.mlp.experts.5.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("radixark", tensor(f"{EXPERT}.weight", None), "missing: layers.2.mlp.experts.5.up_proj"),
+        ("radixark", tensor(f"{EXPERT}.weight_scale", None), "up_proj.weight_scale"),
+        ("radixark", tensor(f"{EXPERT}.weight_scale_2", None), "up_proj.weight_scale_2"),
+        ("radixark", tensor(f"{EXPERT}.input_scale", None), "missing: layers.2.mlp.experts.5"),
+        ("official fp8", tensor(f"{EXPERT}.weight_scale_inv", None), "up_proj"),
+        ("radixark", tensor(f"{TABLE}.weight_scale", None), "ngram_embedding.weight_scale"),
+        ("nvfp4 table", tensor(f"{TABLE}.weight_scale_2", None), "ngram_embedding.weight_scale_2"),
+        ("nvfp4 table", tensor(f"{TABLE}.shard_3.weight_scale", None), "shard_3.weight_scale"),
+        ("radixark", tensor(f"{TABLE}.shard_3.weight", lambda t: t.bfloat16()), "shard_3"),
+        ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * 0), "zero, negative"),
+        ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * torch.nan), "not finite"),
+        ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: -t), "negative"),
+        ("nvfp4 table", tensor(f"{EXPERT}.weight_global_scale", lambda t: t * 0), "zero"),
+        (
+            "radixark",
+            tensor(f"{EXPERT}.weight_scale", lambda t: (t.float() * 0).to(t.dtype)),
+            "scales are zero",
+        ),
+        ("radixark", tensor(f"{TABLE}.weight_scale", lambda t: t * 0), "1 scales are zero"),
+        (
+            "radixark",
+            tensor(f"{EXPERT}.weight_scale", lambda t: t[:, :-1]),
+            "expected shape [48, 4]",
+        ),
+        ("radixark", tensor(f"{EXPERT}.weight", lambda t: t[:, :-1]), "expected shape [48, 32]"),
+        (
+            "radixark",
+            tensor(f"{EXPERT}.weight_scale", lambda t: t.float()),
+            "expected float8_e4m3fn",
+        ),
+        (
+            "radixark",
+            tensor(f"{EXPERT}.weight", lambda t: torch.zeros(48, 64).bfloat16()),
+            "a plain",
+        ),
+        ("radixark", declare(quant_algo="FP8"), "contradict each other"),
+        ("radixark", declare(quant_algo="W4A8_AWQ"), "unsupported quantisation algorithm"),
+        ("radixark", declare(quant_method="gptq"), "unsupported quantisation method"),
+        ("official fp8", declare(weight_block_size=[64, 64]), "unsupported FP8 block size"),
+    ],
+)
+def test_broken_checkpoints_are_refused(name: str, change: Change, message: str, tmp_path: Path):
+    checkpoint = LAYOUTS[name]()
+    change(checkpoint)
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path)
+    assert message in str(caught.value)
+    assert not (tmp_path / "ckpt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_scales_beside_a_plain_weight(tmp_path: Path):
+    checkpoint = fixture.plain()
+    checkpoint.tensors[f"{BASE}layers.3.self_attn.q_proj.weight_scale"] = torch.ones(())
+    with pytest.raises(InputError, match="plain weight has scales beside it"):
+        run(checkpoint, tmp_path)
+
+
+def test_declared_but_plain(tmp_path: Path):
+    checkpoint = fixture.plain()
+    checkpoint.config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    with pytest.raises(InputError, match="declares quantised weights, but all weights are plain"):
+        run(checkpoint, tmp_path)
+
+
+def test_contradictions_name_both_sides(tmp_path: Path):
+    checkpoint = fixture.nvidia()
+    layers = checkpoint.config["quantization_config"]["quantized_layers"]
+    layers["mtp.layers.0.mlp.experts"]["quant_algo"] = "NVFP4"
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path)
+    assert "mtp.layers.0.mlp.experts" in (caught.value.where or "")
+    assert caught.value.expected == "NVFP4, as declared"
+    assert (caught.value.found or "").startswith("FP8_BLOCK_SCALES")
+
+
+@pytest.mark.parametrize("declared", ["nvfp4", "int8"])
+def test_the_table_is_what_its_bytes_are(declared: str, tmp_path: Path):
+    checkpoint = fixture.radixark()
+    checkpoint.config["text_config"]["ple_embedding_dtype"] = declared
+    with pytest.raises(InputError, match=r"contradict|unsupported type of the n-gram table"):
+        run(checkpoint, tmp_path)
+
+
+def test_mxfp8_is_refused_by_name(tmp_path: Path):
+    checkpoint = fixture.plain()
+    name = f"{BASE}layers.3.self_attn.q_proj"
+    weight = checkpoint.tensors.pop(f"{name}.weight")
+    checkpoint.tensors[f"{name}.weight"] = weight.to(torch.float8_e4m3fn)
+    scales = torch.full((weight.shape[0], weight.shape[1] // 32), 127, dtype=torch.uint8)
+    checkpoint.tensors[f"{name}.weight_scale"] = scales
+    with pytest.raises(InputError, match="MXFP8 weights are not supported"):
+        run(checkpoint, tmp_path)
+
+
+def test_what_must_stay_precise_is_refused_in_fp8(tmp_path: Path):
+    checkpoint = fixture.plain()
+    checkpoint.linears([f"{BASE}layers.3.mlp.gate"], fixture.as_fp8)
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path)
+    assert "expected bfloat16, found float8_e4m3fn" in str(caught.value)
