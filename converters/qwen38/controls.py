@@ -8,18 +8,14 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from converters.controls import HostInput, NegativeControl, Weights
 from converters.qwen38.config import Qwen38CheckpointConfig
 from plugins.ngram import layer_constants
-
-Weights = Mapping[str, Tensor]
-HostInput = dict[str, Any]
 
 _CENTERED = (
     "hyper_connection.norm.weight",
@@ -29,21 +25,6 @@ _CENTERED = (
     "ple.norm_query.weight",
     "ple.norm_conv.weight",
 )
-
-
-@dataclass(frozen=True)
-class NegativeControl:
-    """One mistake.
-
-    Attributes:
-        name: what was done wrong, readable in a table.
-        weights: checkpoint tensors -> the tensors that the mistake changes, by name.
-        host_inputs: host input descriptions -> the mistaken ones.
-    """
-
-    name: str
-    weights: Callable[[Weights], dict[str, Tensor]] = lambda weights: {}
-    host_inputs: Callable[[Sequence[HostInput]], list[HostInput]] = list
 
 
 def negative_controls(config: Qwen38CheckpointConfig) -> list[NegativeControl]:
