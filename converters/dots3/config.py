@@ -1,9 +1,9 @@
 """Dots3 NOTE: its configuration, and everything about it that the networks rely on.
 
-The released file is flat; transformers writes a nested `text_config` with other spellings beside
-leftovers of the flat one. Both are read into the same block. Values that are absent from the
-release have the defaults stated in `_STATED`, and no others: defaults of related models (expert
-groups, half-split index rotation) load without a word and answer nonsense.
+The released file is flat; transformers writes other spellings, in a nested `text_config` beside
+leftovers of the flat one, or at the top. All are read into the same block. Values that are absent
+from the release have the defaults stated in `_STATED`, and no others: defaults of related models
+(expert groups, half-split index rotation) load without a word and answer nonsense.
 """
 
 from __future__ import annotations
@@ -129,16 +129,14 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Dots3Checkpoin
     """
     where = str(source.config_file)
     top = KeyReader(source.config, where)
-    nested = "text_config" in source.config
-    if nested:
+    keys, values = top, source.config
+    if "text_config" in source.config:
         top.choice("model_type", ["dots3_note"])
         top.ignore(*source.config)
         keys = top.table("text_config")
-        values: Mapping[str, Any] = source.config["text_config"] or {}
-        keys.choice("model_type", ["dots3_note_text"])
-    else:
-        keys, values = top, source.config
-        keys.choice("model_type", list(MODEL_TYPES))
+        values = source.config["text_config"] or {}
+    # transformers writes its own spellings under its own name, nested or not.
+    canonical = keys.choice("model_type", list(MODEL_TYPES)) == "dots3_note_text"
     layers = keys.integer("num_hidden_layers")
     kinds = _layer_types(keys, layers)
     shared = {
@@ -160,21 +158,23 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Dots3Checkpoin
             "num_experts_per_tok",
         )
     }
-    full, sliding = (_nested_mla if nested else _flat_mla)(keys, values, kinds)
-    window = keys.integer("sliding_window" if nested else "sliding_window_size")
+    full, sliding = (_canonical_mla if canonical else _flat_mla)(keys, values, kinds)
+    window = keys.integer("sliding_window" if canonical else "sliding_window_size")
     width = (
         keys.integer(
-            "shared_experts_intermediate_size" if nested else "moe_shared_expert_intermediate_size"
+            "shared_experts_intermediate_size"
+            if canonical
+            else "moe_shared_expert_intermediate_size"
         )
-        if nested or "moe_shared_expert_intermediate_size" in values
+        if canonical or "moe_shared_expert_intermediate_size" in values
         else None
     )
     shared_experts = keys.integer("n_shared_experts")
-    dense = _dense_layers(keys, values, layers, nested)
+    dense = _dense_layers(keys, layers, canonical)
     epsilon = keys.positive_number("rms_norm_eps")
     norm_topk = keys.boolean("norm_topk_prob")
     scaling = keys.positive_number("routed_scaling_factor")
-    drafts = _preconditions(keys, nested)
+    drafts = _preconditions(keys)
     _relations(keys, shared, sizes, full, sliding)
     bos = keys.optional_integer("bos_token_id")
     pad = keys.optional_integer("pad_token_id")
@@ -211,7 +211,7 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Dots3Checkpoin
                 "norm_topk_prob": norm_topk,
                 "routed_scaling_factor": scaling,
                 "dense_layers": dense,
-                "draft_layers": drafts if has_draft_layer(source) else 0,
+                "draft_layers": drafts if has_draft_layer(source, layers) else 0,
                 **sizes,
             },
             **shared,
@@ -219,9 +219,18 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Dots3Checkpoin
     )
 
 
-def has_draft_layer(source: SourceCheckpoint) -> bool:
-    """Whether the MTP tensors are there; no key of the configuration says so."""
-    return "model.mtp.embed_tokens.weight" in source.tensors
+def canonical_name(name: str) -> str:
+    """The name of a tensor without the prefixes that different classes put before it."""
+    for prefix in ("model.language_model.", "language_model.model.", "model."):
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def has_draft_layer(source: SourceCheckpoint, layers: int) -> bool:
+    """Whether any tensor of the draft layer is there; no key of the configuration says so."""
+    prefixes = ("mtp.", f"layers.{layers}.")
+    return any(canonical_name(name).startswith(prefixes) for name in source.tensors)
 
 
 def index_rope(source: SourceCheckpoint) -> Literal["leading", "tail"]:
@@ -293,7 +302,7 @@ def _flat_mla(
     return full, sliding
 
 
-def _nested_mla(
+def _canonical_mla(
     keys: KeyReader, values: Mapping[str, Any], kinds: list[LayerType]
 ) -> tuple[Mla, Mla]:
     rope = keys.table("rope_parameters")
@@ -337,8 +346,8 @@ def _nested_mla(
     return full, one(bases["sliding_attention"], overrides[0] if overrides else {})
 
 
-def _dense_layers(keys: KeyReader, values: Mapping[str, Any], layers: int, nested: bool) -> int:
-    if not nested:
+def _dense_layers(keys: KeyReader, layers: int, canonical: bool) -> int:
+    if not canonical:
         keys.rely_on_if_present("moe_layer_freq", 1, "every layer after the dense ones has experts")
         return keys.integer("first_k_dense_replace", minimum=0)
     names = keys.strings("mlp_layer_types")
@@ -348,7 +357,7 @@ def _dense_layers(keys: KeyReader, values: Mapping[str, Any], layers: int, neste
     return dense
 
 
-def _preconditions(keys: KeyReader, nested: bool) -> int:
+def _preconditions(keys: KeyReader) -> int:
     """Values that the networks are written for; returns the number of draft layers."""
     keys.rely_on("hidden_act", "silu", "gates and experts use silu")
     keys.rely_on("scoring_func", "sigmoid", "the router's scores")

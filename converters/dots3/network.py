@@ -108,7 +108,7 @@ class _Layers:
         latent = self.norm(
             linear(net, x, f"{name}.q_a", mla.q_rank), f"{name}.q_a_layernorm", mla.q_rank
         )
-        latent = net.mul(latent, (self.hidden / mla.q_rank) ** 0.5)
+        latent = lowering.scaled(net, latent, (self.hidden / mla.q_rank) ** 0.5)
         head = mla.nope + mla.rope
         query = linear(net, latent, f"{name}.q_b", mla.heads * head)
         query = net.reshape(query, [engine.batch, engine.count, mla.heads, head])
@@ -119,7 +119,7 @@ class _Layers:
         compressed = self.norm(
             net.narrow(joined, -1, 0, mla.kv_rank), f"{name}.kv_a_layernorm", mla.kv_rank
         )
-        compressed = net.mul(compressed, (self.hidden / mla.kv_rank) ** 0.5)
+        compressed = lowering.scaled(net, compressed, (self.hidden / mla.kv_rank) ** 0.5)
         key = self.norm(
             net.narrow(joined, -1, mla.kv_rank, mla.rope), f"{name}.k_rope_layernorm", mla.rope
         )

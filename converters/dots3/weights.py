@@ -15,7 +15,7 @@ from converters.checkpoint.header import Shape
 from converters.checkpoint.match import Ignored
 from converters.checkpoint.recipe import Part, Wanted
 from converters.checkpoint.source import SourceCheckpoint
-from converters.dots3.config import Dots3CheckpointConfig, Mla
+from converters.dots3.config import Dots3CheckpointConfig, Mla, canonical_name
 from converters.family import TensorPlan
 from plugins.support.errors import InputError
 
@@ -37,14 +37,6 @@ _ATTENTION = {
     "gate": "g_proj",
     "dense": "o_proj",
 }
-
-
-def canonical_name(name: str) -> str:
-    """The name without the prefixes that different classes put before it."""
-    for prefix in ("model.language_model.", "language_model.model.", "model."):
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
 
 
 def plan_tensors(source: SourceCheckpoint, config: Dots3CheckpointConfig) -> TensorPlan:

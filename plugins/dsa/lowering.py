@@ -82,6 +82,11 @@ def select_tokens(
     return net.select(net.less(chosen, seen), chosen, -1)
 
 
+def scaled(net: Network, x: Tensor, factor: float) -> Tensor:
+    """x times a constant that is not rounded to x's type; the product is, once."""
+    return net.cast(net.mul(net.cast(x, "float32"), factor), net.dtype(x))
+
+
 def absorb(net: Network, q_nope: Tensor, key_up: Tensor) -> Tensor:
     """Take queries [B, S, H, nope] through the key up-projection [H, nope, L]: [B, S, H, L]."""
     return _per_head(net, q_nope, key_up)
@@ -207,7 +212,7 @@ def attend_context(
         sizes = [net.dim(values, 0), net.shape(values)[1], rows, width - value_width]
         pad = net.cast(net.literal(torch.zeros(1, 1, 1, 1)), net.dtype(values))
         values = net.concat([values, net.expand(pad, sizes)], 3)
-    mixed = net.attention(net.mul(query, scale), keys, values, net.unsqueeze(mask, [1]))
+    mixed = net.attention(scaled(net, query, scale), keys, values, net.unsqueeze(mask, [1]))
     mixed = net.transpose(mixed, (0, 2, 1, 3))
     if value_width < width:
         mixed = net.narrow(mixed, 3, 0, value_width)
@@ -293,7 +298,7 @@ def _absorbed(
 ) -> Tensor:
     """[n, H, L] from queries [n, H, W], their rows [n, K, W] and which count, bool [n, 1|H, K]."""
     dtype = net.dtype(query)
-    scores = net.matmul(net.mul(query, scale), rows, transpose_b=True)
+    scores = net.matmul(scaled(net, query, scale), rows, transpose_b=True)
     scores = net.select(used, net.cast(scores, "float32"), _HIDDEN_SCORE)
     weights = net.cast(net.softmax(scores, 2), dtype)
     return net.matmul(weights, net.narrow(rows, 2, 0, latent))
