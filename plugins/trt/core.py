@@ -477,8 +477,6 @@ class NetworkCore:
         spare = self._spare.pop(name, None) if self._spare else None
         if spare is not None:
             # TensorRT does not free the name of a removed tensor.
-            spare.name = f"{name}:dropped"
-            # A removed tensor keeps its name occupied.
             spare.name = f"unused:{name}"
             self.raw.remove_tensor(spare)
             self._check_log(name)
