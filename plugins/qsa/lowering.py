@@ -87,7 +87,7 @@ def attend_context(
     tokens = net.reshape(net.expand(whole, [batch, queries, blocks, ratio]), [batch, queries, rows])
     future = net.greater(net.unsqueeze(net.iota(rows), [0, 1]), net.unsqueeze(positions, [2]))
     mask = net.unsqueeze(net.logical_and(tokens, net.logical_not(future)), [1])
-    mixed = net.attention(net.mul(query, scale), keys, values, mask)
+    mixed = net.attention(_scaled(net, query, scale), keys, values, mask)
     return _joined(net, net.transpose(mixed, (0, 2, 1, 3)), positions)
 
 
@@ -141,12 +141,17 @@ def attend_generation(
             chosen = net.transpose(apart, (0, 2, 1, 3, 4))
         return net.reshape(chosen, [rows_of_batch, kv_heads, blocks * ratio, width])
 
-    single = net.mul(query, scale)
+    single = _scaled(net, query, scale)
     if queries > 1:
         by_query = net.transpose(single, (0, 2, 1, 3))
         single = net.reshape(by_query, [rows_of_batch, heads, 1, width])
     mixed = net.attention(single, gathered(keys), gathered(values), mask)
     return _joined(net, net.reshape(mixed, [batch, queries, heads, width]), positions)
+
+
+def _scaled(net: Network, query: Tensor, scale: float) -> Tensor:
+    """query * scale, rounded once: a constant in the query's own type would be rounded too."""
+    return net.cast(net.mul(net.cast(query, "float32"), scale), net.dtype(query))
 
 
 def _joined(net: Network, mixed: Tensor, positions: Tensor) -> Tensor:
