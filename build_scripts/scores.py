@@ -87,11 +87,12 @@ def score(
             continue
         if tap not in reference:
             raise InputError("the reference has no such value", where=f"tap {tap}")
-        taps[tap] = _difference(tap, canonical(tap, value), reference[tap])
+        taps[tap] = difference(tap, canonical(tap, value), reference[tap])
     return Score(taps, _logits_score(ours[LOGITS], reference[LOGITS]))
 
 
-def _difference(tap: str, ours: torch.Tensor, reference: torch.Tensor) -> Difference:
+def difference(tap: str, ours: torch.Tensor, reference: torch.Tensor) -> Difference:
+    """How far a tap, [tokens, ...], is from the reference. Raises InputError for other shapes."""
     if ours.shape != reference.shape:
         raise InputError(
             "a value has another shape than the reference",

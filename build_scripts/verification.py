@@ -21,9 +21,21 @@ from safetensors.torch import save_file
 from transformers.utils import logging as transformers_logging
 
 from build_scripts import output
-from build_scripts.scores import KL_BOUND, LOGITS, RELATIVE_BOUND, LogitsScore, Score, finite, score
+from build_scripts.scores import (
+    KL_BOUND,
+    LOGITS,
+    RELATIVE_BOUND,
+    Difference,
+    LogitsScore,
+    Score,
+    difference,
+    finite,
+    score,
+)
 from converters.registry import FAMILIES
 from plugins.support.progress import progress
+from runtime.audio import AudioEncoder
+from runtime.audio_rows import AudioRows
 from runtime.contract import (
     PHASES,
     EngineConfig,
@@ -71,12 +83,15 @@ class Result:
     definition: dict[Phase, Score]
     as_built: dict[Phase, Score]
     controls: list[Control] = field(default_factory=list)
+    audio: dict[str, Difference] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
         """Whether the definition holds and every mistake was noticed."""
-        return all(score.within for score in self.definition.values()) and all(
-            control.noticed for control in self.controls
+        return (
+            all(score.within for score in self.definition.values())
+            and all(finite(d.relative) <= RELATIVE_BOUND for d in self.audio.values())
+            and all(control.noticed for control in self.controls)
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,6 +105,7 @@ class Result:
             "bounds": {"relative": RELATIVE_BOUND, "kl": KL_BOUND, "argmax": 1.0},
             "definition": {phase: asdict(score) for phase, score in self.definition.items()},
             "as_built": {phase: asdict(score) for phase, score in self.as_built.items()},
+            "audio": {tap: asdict(difference) for tap, difference in self.audio.items()},
             "negative_controls": [asdict(control) for control in self.controls],
         }
 
@@ -101,6 +117,12 @@ class Result:
             ("tap", *(f"{phase} {what}" for phase in PHASES for what in ("max abs", "relative"))),
             list(self._tap_rows()),
         )
+        if self.audio:
+            output.table(
+                f"Audio engine in float32 (bound {RELATIVE_BOUND:.0e})",
+                ("tap", "max abs", "relative"),
+                [(t, _short(d.max_abs), _short(d.relative)) for t, d in self.audio.items()],
+            )
         output.table(
             f"Logits (bounds: divergence {KL_BOUND:.0e}, every argmax equal)",
             ("engine", "max abs", "KL divergence", "same argmax", "verdict"),
@@ -209,9 +231,13 @@ class TapExecutor:
         self.taps = {tap: results[tap] for tap in taps}
         return results[LOGITS]
 
+    @torch.inference_mode()
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `Executor.encode`."""
-        return self._interpreters["audio"].run(inputs)
+        """See `Executor.encode`; the taps are in `taps` afterwards."""
+        taps = tuple(self.programs["audio"].taps)
+        results = self._interpreters["audio"].run(inputs, fetch=taps)
+        self.taps = {tap: results[tap] for tap in taps}
+        return results
 
     def close(self) -> None:
         """Nothing to free."""
@@ -222,7 +248,9 @@ def _in_float32(spec: TensorSpec) -> TensorSpec:
     return spec.model_copy(update={"dtype": "float32"}) if narrow else spec
 
 
-def observe(engine: Engine, ids: Sequence[int], split: int) -> dict[Phase, dict[str, torch.Tensor]]:
+def observe(
+    engine: Engine, ids: Sequence[int], split: int, audio: AudioRows | None = None
+) -> dict[Phase, dict[str, torch.Tensor]]:
     """Run `ids` through an engine over a `TapExecutor` and collect taps and logits per token.
 
     The first `split` tokens go through the context engine in chunks, the rest through the
@@ -232,14 +260,17 @@ def observe(engine: Engine, ids: Sequence[int], split: int) -> dict[Phase, dict[
     executor = engine.executor
     assert isinstance(executor, TapExecutor)
     executor.begin(0)
-    parts: dict[Phase, dict[str, list[torch.Tensor]]] = {p: {} for p in executor.programs}
+    if audio is not None:
+        audio.bind(ids)
+    texts = [phase for phase in executor.programs if phase in PHASES]
+    parts: dict[Phase, dict[str, list[torch.Tensor]]] = {phase: {} for phase in texts}
     chunk = min(engine.config.chunk_tokens, engine.config.max_logits_rows)
     start, stop = 0, len(ids) if "generation" in parts else split
     while start < stop:
         phase: Phase = "context" if start < split else "generation"
         end = split if phase == "context" else stop
         count = min(end - start, chunk if phase == "context" else engine.config.step_tokens)
-        logits = engine.step(phase, 0, [Row(ids, start, count, range(count))])
+        logits = engine.step(phase, 0, [Row(ids, start, count, range(count), audio)])
         for tap, value in {**executor.taps, LOGITS: logits}.items():
             parts[phase].setdefault(tap, []).append(value[0, :count].clone())
         start += count
@@ -272,7 +303,12 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         phase: {tap: value[spans[phase]] for tap, value in reference.items()} for phase in PHASES
     }
 
-    programs = {phase: Program.load(engine_dir / config.engines[phase].program) for phase in PHASES}
+    heard = oracle.run_audio() if "audio" in config.engines else {}
+    programs = {
+        phase: Program.load(engine_dir / entry.program)
+        for phase, entry in config.engines.items()
+        if phase in (*PHASES, "audio")
+    }
     weights = MappedWeights(engine_dir / config.weights.file, _CPU)
     hosts = open_host_inputs(config, engine_dir)
 
@@ -281,20 +317,23 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         bound: Mapping[str, torch.Tensor],
         gathered: Sequence[HostInput],
         promote: bool,
-    ) -> dict[Phase, Score]:
-        chosen = {phase: programs[phase] for phase in phases}
+    ) -> tuple[dict[Phase, Score], dict[str, Difference]]:
+        chosen = {phase: programs[phase] for phase in programs if phase in (*phases, "audio")}
         executor = TapExecutor(config, chosen, bound, promote)
-        seen = observe(Engine(config, executor, gathered), ids, split)
-        return {
+        engine = Engine(config, executor, gathered)
+        rows, differences = _listen(engine, oracle, heard) if heard else (None, {})
+        seen = observe(engine, ids, split, rows)
+        scores = {
             phase: score(values, expected[phase], oracle_module.canonical)
             for phase, values in seen.items()
         }
+        return scores, differences
 
     controls = controls_module.negative_controls(family.config_class.model_validate(pretrained))
     with progress("verify", 2 + len(controls)) as reporter:
-        definition = compare(PHASES, weights, hosts, promote=True)
+        definition, audio = compare(PHASES, weights, hosts, promote=True)
         reporter.advance(1, "definition")
-        as_built = compare(PHASES, weights, hosts, promote=False)
+        as_built, _ = compare(PHASES, weights, hosts, promote=False)
         reporter.advance(1, "as built")
         noticed: list[Control] = []
         if not all(s.within for s in definition.values()):
@@ -305,10 +344,28 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
             with _mistaken_hosts(config, engine_dir, control, changed) as mistaken:
                 bound = dict(weights) | changed
                 # Both engines read the same weights: one of them notices what the other would.
-                scores = compare(("context",), bound, mistaken, promote=True)
+                scores, _ = compare(("context",), bound, mistaken, promote=True)
             noticed.append(_control(control.name, scores["context"]))
             reporter.advance(1, control.name)
-    return Result(engine_dir, hf_dir, len(ids), pretrained["dtype"], definition, as_built, noticed)
+    dtype = pretrained["dtype"]
+    return Result(engine_dir, hf_dir, len(ids), dtype, definition, as_built, noticed, audio)
+
+
+def _listen(
+    engine: Engine, oracle: Any, expected: Mapping[str, torch.Tensor]
+) -> tuple[AudioRows | None, dict[str, Difference]]:
+    """Rows of the oracle's sample for the text engines, and how far the audio engine's taps are."""
+    encoder = AudioEncoder(engine)
+    features = oracle.features[0] if encoder.streaming else oracle.features
+    rows = encoder.rows(features)
+    executor = engine.executor
+    assert isinstance(executor, TapExecutor)
+    seen = {tap: value.flatten(0, 1) for tap, value in executor.taps.items()}
+    seen["audio_rows"] = rows.all()
+    differences = {
+        tap: difference(tap, value.float(), expected[tap]) for tap, value in seen.items()
+    }
+    return (rows if oracle.listens else None), differences
 
 
 @contextmanager

@@ -103,6 +103,10 @@ class AudioRows:
             targets = torch.from_numpy(self._positions[first:last] - start)
             into[targets] = rows[int(first) : int(last)].to(into.dtype)
 
+    def all(self) -> torch.Tensor:
+        """Every row so far, [n, H]."""
+        return self._joined()
+
     def _joined(self) -> torch.Tensor:
         with self._lock:
             if len(self._parts) > 1:

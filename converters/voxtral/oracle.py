@@ -33,6 +33,7 @@ class Oracle:
     Attributes:
         features: float32 [chunks, mels, frames] that the sample listens to; for a stream with one
             "chunk" of as many frames as its tokens need.
+        listens: whether the sample of the text engines takes the rows of these features.
     """
 
     def __init__(self, hf_dir: Path, dtype: str) -> None:
@@ -47,6 +48,7 @@ class Oracle:
                     parameter.copy_(parameter.to(rounded).float())
         self.model.float().eval()
         self.features = torch.zeros(0)
+        self.listens = True
 
     def sample_ids(self, limit: int) -> list[int]:
         """Ids of a sample of at most `limit` tokens, and its features.
@@ -71,7 +73,8 @@ class Oracle:
         frames = 2 * audio.max_source_positions
         self.features = _spectrogram(1, audio.num_mel_bins, frames, generator)
         rows = audio.tokens_per_chunk
-        if limit < rows + _TEXT_TOKENS:
+        self.listens = limit >= rows + _TEXT_TOKENS
+        if not self.listens:
             return words(min(limit, _TEXT_TOKENS))
         assert placeholder is not None
         half = _TEXT_TOKENS // 2
@@ -88,7 +91,7 @@ class Oracle:
         if self._realtime:
             heard = {"input_features": self.features}
             heard["num_delay_tokens"] = self._config.voxtral.default_num_delay_tokens
-        elif self._config.voxtral.audio_token_id in ids:
+        elif self.listens:
             heard = {"input_features": self.features}
         captured: dict[str, Tensor] = {}
         text = self.model.model.language_model
