@@ -1,6 +1,8 @@
 """Checks and times the latent-attention kernels on one GPU, at Dots3's real sizes.
 
     python3 benchmarks/h200_dsa.py [--out results.json] [--only PART ...] [--sweep]
+    python3 benchmarks/h200_dsa.py --compile DIR      on any machine, without a GPU
+    python3 benchmarks/h200_dsa.py --kernels DIR      runs what was compiled there, on the GPU
 
 Every kernel is first compared with `plugins/dsa/reference.py` in float32 on the same inputs. Times
 are medians over replays of a CUDA graph that runs the operation once per input set, so that no set
@@ -25,7 +27,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plugins.dsa import kernel, reference
+from plugins.aot.bundle import read_bundle, write_bundle
+from plugins.aot.compile import compile_kernel
+from plugins.aot.driver import LoadedKernel
+from plugins.aot.spec import KernelSpec
+from plugins.dsa import kernel, plan, reference
 from plugins.dsa.plan import SLIDING, AttendTiles, DenseTiles, Geometry, IndexTiles, WindowTiles
 
 FULL = Geometry()
@@ -272,7 +278,7 @@ class Bench:
             theirs = self._torch_dense(g, steps, rows) if not g.window else None
             tiles = [None]
             if self.sweep:
-                tiles = [DenseTiles(m, n, w, s) for m, n, w, s in DENSE_SWEEP]
+                tiles += [DenseTiles()]
             for one in tiles:
                 calls = [partial(kernel.attend_dense, g, tiles=one, **s) for s in sets]
                 label = (
@@ -290,9 +296,6 @@ class Bench:
         expanded = randn(1, lead + steps, g.heads, g.nope + g.value)
         cache, gate = randn(1, 1, lead + steps, g.latent + g.rope), randn(1, steps, g.heads)
         new = steps - 7
-        got = kernel.attend_dense(
-            g, q_nope, q_rope, expanded, cache, ints(past_tokens, 1), ints(new, 1), gate
-        )
         # Row j stands at past - lead + j; rows before position 0 do not exist.
         skip = max(0, lead - past_tokens)
         visible = reference.visible_counts(ints(past_tokens, 1), ints(new, 1), steps)
@@ -307,9 +310,12 @@ class Bench:
             window=g.window or None,
             gate=gate,
         )
-        mistake = error(got, want)
-        assert mistake < 6e-3 and not got[0, new:].any(), f"dense attention: {mistake}"
-        print(f"check      dense, window {g.window}: error {mistake:.1e}", flush=True)
+        call = (q_nope, q_rope, expanded, cache, ints(past_tokens, 1), ints(new, 1), gate)
+        for tiles in (None, DenseTiles()):
+            got = kernel.attend_dense(g, *call, tiles=tiles)
+            mistake = error(got, want)
+            print(f"check      dense, window {g.window}, {tiles}: error {mistake:.1e}", flush=True)
+            assert mistake < 6e-3 and not got[0, new:].any(), f"dense attention: {mistake}"
 
     def _torch_dense(self, g: Geometry, steps: int, rows: int) -> tuple[str, float]:
         q = randn(1, g.heads, steps, g.nope + g.rope)
@@ -449,13 +455,115 @@ class Bench:
             )
 
 
+def compiled_specs() -> dict[str, tuple[KernelSpec, str]]:
+    """Kernels of the ahead-of-time check and the compute capability each is compiled for."""
+    return {
+        "attend": (plan.attend_whole_hopper(FULL), "9.0"),
+        "attend_split": (plan.attend_split_hopper(FULL), "9.0"),
+        "merge": (plan.merge_splits(FULL, 2), "9.0"),
+        "attend_portable": (plan.attend_whole(FULL), "8.0"),
+        "window": (plan.window_whole_hopper(SLIDING), "9.0"),
+        "dense": (plan.attend_dense_hopper(FULL), "9.0"),
+        "scores": (plan.score_tokens(FULL), "9.0"),
+        "select": (plan.select_row(FULL, 8192), "9.0"),
+    }
+
+
+def run_compiled(directory: Path) -> None:
+    """Launch compiled kernels through the driver and compare with the same kernels in process."""
+    kernels = read_bundle(directory)
+    specs = compiled_specs()
+    loaded = {name: LoadedKernel(kernel) for name, kernel in kernels.items()}
+
+    def launch(name: str, tensors: dict[str, torch.Tensor], values: dict[str, int]) -> None:
+        loaded[name].run(specs[name][0], tensors, values)
+
+    def report(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        mistake = error(got, want)
+        kernel_used = loaded[name]
+        print(
+            f"compiled   {name:16} for {specs[name][1]}: difference {mistake:.1e}, "
+            f"{kernel_used.registers} registers, {kernel_used.local_bytes} bytes spilled",
+            flush=True,
+        )
+        assert mistake < 4e-3, name
+
+    g, batch, steps, context = FULL, 5, 2, 6000
+    past, new = ints([0, 100, 2500, 5000, 5998], batch), ints([2, 0, 2, 1, 2], batch)
+    call = {"past": past, "new": new}
+    index = {
+        "index_query": randn(batch, steps, g.index_heads, g.index_width),
+        "index_keys": randn(batch, 1, context, g.index_width),
+        "head_weights": randn(batch, steps, g.index_heads),
+    }
+    scores = torch.zeros(batch, steps, context, device=DEVICE)
+    sizes = {"S": steps, "C": context, "N": context, "run": 1024, "B": batch}
+    launch("scores", {**index, **call, "scores": scores}, sizes)
+    want = kernel.score(g, *index.values(), past, new)
+    seen = (
+        torch.arange(context, device=DEVICE) < reference.visible_counts(past, new, steps)[..., None]
+    )
+    report("scores", scores[seen], want[seen])
+    tokens = torch.empty(batch, steps, g.kept, dtype=torch.int32, device=DEVICE)
+    rows = {"rows": batch * steps}
+    launch(
+        "select", {"scores": scores, **call, "tokens": tokens}, {**rows, "S": steps, "N": context}
+    )
+    report("select", tokens, kernel.select(g, scores, past, new))
+    queries = {
+        "q_latent": randn(batch, steps, g.heads, g.latent, scale=0.5),
+        "q_rope": randn(batch, steps, g.heads, g.rope, scale=0.5),
+    }
+    cache, gate = randn(batch, 1, context, g.latent + g.rope), randn(batch, steps, g.heads)
+    inputs = {**queries, "cache": cache, "tokens": tokens, **call}
+    out = torch.full_like(queries["q_latent"], float("nan"))
+    sizes = {**rows, "S": steps, "C": context, "K": g.kept, "splits": 2}
+    want = kernel.attend(g, **inputs, gate=gate, how=kernel.AttendPlan())
+    for name in ("attend", "attend_portable"):
+        launch(name, {**inputs, "gate": gate, "out": out.fill_(float("nan"))}, sizes)
+        report(name, out, want)
+    work = {
+        "partial": torch.empty(batch, steps, 2, g.heads, g.latent, device=DEVICE),
+        "partial_lse": torch.empty(batch, steps, 2, g.heads, device=DEVICE),
+    }
+    launch("attend_split", {**inputs, **work}, sizes)
+    launch("merge", {**work, "gate": gate, "out": out.fill_(float("nan"))}, sizes)
+    report("attend_split", out, want)
+    report("merge", out, want)
+    g = SLIDING
+    inputs = {
+        "q_latent": randn(batch, steps, g.heads, g.latent, scale=0.3),
+        "q_rope": randn(batch, steps, g.heads, g.rope, scale=0.3),
+        "cache": randn(batch, 1, 600, g.latent + g.rope),
+        **call,
+        "base": ints(0, batch),
+    }
+    gate = randn(batch, steps, g.heads)
+    out = torch.full_like(inputs["q_latent"], float("nan"))
+    launch("window", {**inputs, "gate": gate, "out": out}, {**rows, "S": steps, "R": 600})
+    report("window", out, kernel.attend_window(g, **inputs, gate=gate, tiles=WindowTiles()))
+    g, steps = FULL, 300
+    inputs = {
+        "q_nope": randn(1, steps, g.heads, g.nope),
+        "q_rope": randn(1, steps, g.heads, g.rope),
+        "expanded": randn(1, steps + 50, g.heads, g.nope + g.value),
+        "cache": randn(1, 1, steps + 50, g.latent + g.rope),
+        "past": ints(50, 1),
+        "new": ints(steps - 9, 1),
+        "gate": randn(1, steps, g.heads),
+    }
+    out = torch.full((1, steps, g.heads, g.value), float("nan"), device=DEVICE).bfloat16()
+    sizes = {"S": steps, "N": steps + 50, "C": steps + 50, "B": 1}
+    launch("dense", {**inputs, "out": out}, sizes)
+    report("dense", out, kernel.attend_dense(g, **inputs, tiles=DenseTiles()))
+
+
 def _torch_latent(g: Geometry, s: dict[str, torch.Tensor], cache: torch.Tensor) -> torch.Tensor:
     """torch's attention over whole caches, one query per slot: heads are its queries."""
     query = torch.cat([s["q_latent"], s["q_rope"]], -1).reshape(cache.shape[0], 1, g.heads, -1)
     return F.scaled_dot_product_attention(query, cache, cache[..., : g.latent], scale=g.scale)
 
 
-DENSE_SWEEP = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
 SCORE_SWEEP = [(1, 128, 4, 3), (1, 128, 8, 3), (1, 64, 4, 4), (1, 128, 4, 4)]
 SCORE_SWEEP_MANY = [(4, 128, 8, 3), (2, 128, 8, 3), (4, 64, 4, 3), (2, 128, 4, 3)]
 
@@ -466,7 +574,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--sweep", action="store_true", help="also time other tiles")
+    parser.add_argument("--compile", type=Path, help="only compile kernels into this directory")
+    parser.add_argument("--kernels", type=Path, help="only run the kernels compiled there")
     options = parser.parse_args()
+    if options.compile:
+        kernels = {n: compile_kernel(spec, cc) for n, (spec, cc) in compiled_specs().items()}
+        write_bundle(options.compile, kernels)
+        return
+    if options.kernels:
+        torch.manual_seed(0)
+        run_compiled(options.kernels)
+        return
     bench = Bench(options.sweep)
     for part in options.only:
         getattr(bench, part)()

@@ -301,13 +301,18 @@ def attend_dense(
         cache: [B, 1, C, L + R], rows numbered like those of `expanded`; only the rotary keys are
             read.
         gate: [B, S, H], before the logistic function.
+        tiles: use the portable kernel with these tiles.
 
     Returns:
         [B, S, H, V].
     """
     batch, steps = q_nope.shape[:2]
     out = q_nope.new_empty((batch, steps, g.heads, g.value))
-    plan.attend_dense(g, tiles or DenseTiles()).launch(
+    if tiles is None and _hopper(g, q_nope.device):
+        spec = plan.attend_dense_hopper(g)
+    else:
+        spec = plan.attend_dense(g, tiles or DenseTiles())
+    spec.launch(
         {
             "q_nope": q_nope,
             "q_rope": q_rope,

@@ -136,12 +136,13 @@ def attend_split(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:
 
 def fits_hopper(g: Geometry, capability: tuple[int, int]) -> bool:
     """Whether the kernels for compute capability 9.0 do this geometry on that device."""
-    widths = (512, 64) if not g.window else (1024, 64)
+    absorbed = (512, 64) if not g.window else (1024, 64)
     return (
         not triton.knobs.runtime.interpret
         and capability[0] == 9
         and g.dtype == "bfloat16"
-        and (g.latent, g.rope) == widths
+        and (g.latent, g.rope) == absorbed
+        and (g.nope, g.value) in ((128, 128), (192, 128))
         and g.heads % HOPPER_HEADS == 0
     )
 
@@ -214,6 +215,9 @@ def window_split_hopper(g: Geometry) -> KernelSpec:
 
 def merge_splits(g: Geometry, most_splits: int) -> KernelSpec:
     """Sum of the splits, gated. Grid names: rows."""
+    splits = power(most_splits, 1)
+    # A few 16-byte loads per thread: more programs hide more latency than larger ones.
+    heads = max(1, min(power(g.heads, 1), 2048 // (power(g.latent) * splits)))
     return KernelSpec(
         name="dsa_merge",
         function=attention.merge_splits,
@@ -227,11 +231,12 @@ def merge_splits(g: Geometry, most_splits: int) -> KernelSpec:
         constants={
             "HEADS": g.heads,
             "LATENT": g.latent,
+            "BLOCK_H": heads,
             "BLOCK_L": power(g.latent),
-            "SPLITS": power(most_splits, 1),
+            "SPLITS": splits,
         },
-        grid=lambda v: (g.heads, v["rows"]),
-        warps=4,
+        grid=lambda v: (ceil_div(g.heads, heads), v["rows"]),
+        warps=4 if splits <= 8 else 8,
     )
 
 
@@ -312,7 +317,6 @@ def select_among(g: Geometry, chunk: int, warps: int = 16) -> KernelSpec:
         constants={"K": g.kept, "CHUNK": chunk},
         grid=lambda v: (v["parts"], v["rows"]),
         warps=warps,
-        working_outputs=frozenset({"chosen_bits"}),
     )
 
 
@@ -458,4 +462,22 @@ def attend_dense(g: Geometry, tiles: DenseTiles = DenseTiles()) -> KernelSpec:
         },
         grid=lambda v: (ceil_div(v["S"], tiles.queries), g.heads, v["B"]),
         warps=tiles.warps,
+    )
+
+
+def attend_dense_hopper(g: Geometry) -> KernelSpec:
+    """`attend_dense` for compute capability 9.0. Grid names: B, S."""
+    from plugins.dsa.kernels import hopper_dense
+
+    portable = attend_dense(g)
+    names = ("SCALE", "WINDOW", "HEADS", "NOPE", "ROPE", "VALUE", "LATENT", "FIRST", "SECOND")
+    constants = {name: portable.constants[name] for name in names}
+    # As many tiles ahead as fit in shared memory beside the queries.
+    constants["STAGES"] = 3 if constants["SECOND"] else 4
+    return replace(
+        portable,
+        function=hopper_dense.attend_dense,
+        constants=constants,
+        grid=lambda v: (ceil_div(v["S"], 128), g.heads, v["B"]),
+        warps=4,
     )

@@ -241,31 +241,34 @@ def merge_splits(
     out,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_L: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Weighted sum of the splits of one row and head, gated. Grid (H, rows).
+    """Weighted sum of the splits of one row and BLOCK_H heads, gated. Grid (head blocks, rows).
 
     SPLITS: power of two, at least `splits`. gate [B, S, H]; out [B, S, H, L].
     """
     row = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0)
+    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     lanes = tl.arange(0, BLOCK_L)
     split = tl.arange(0, SPLITS)
-    there = split < splits
-    part = (row * splits + split) * HEADS + head
+    there = (split < splits)[:, None] & (head < HEADS)[None, :]
+    part = (row * splits + split)[:, None] * HEADS + head[None, :]
     lse = tl.load(partial_lse + part, mask=there, other=LOWEST)
     value = tl.load(
-        partial + part[:, None] * LATENT + lanes[None, :],
-        mask=there[:, None] & (lanes < LATENT)[None, :],
+        partial + part[:, :, None] * LATENT + lanes[None, None, :],
+        mask=there[:, :, None] & (lanes < LATENT)[None, None, :],
         other=0.0,
     )
-    opened = tl.load(gate + row * HEADS + head).to(tl.float32)
+    opened = tl.load(gate + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
     # A row without any token has LOWEST everywhere: equal weights on zeros give zeros.
-    weight = tl.where(there, tl.exp2(lse - tl.max(lse, axis=0)), 0.0)
-    result = tl.sum(value * weight[:, None], axis=0) / tl.sum(weight, axis=0) * tl.sigmoid(opened)
+    weight = tl.where(there, tl.exp2(lse - tl.max(lse, axis=0)[None, :]), 0.0)
+    norm = tl.sum(weight, axis=0)
+    factor = tl.sigmoid(opened) / tl.where(norm > 0, norm, 1.0)
+    result = tl.sum(value * weight[:, :, None], axis=0) * factor[:, None]
     tl.store(
-        out + (row * HEADS + head) * LATENT + lanes,
+        out + (row * HEADS + head)[:, None] * LATENT + lanes[None, :],
         result.to(out.dtype.element_ty),
-        mask=lanes < LATENT,
+        mask=(head < HEADS)[:, None] & (lanes < LATENT)[None, :],
     )

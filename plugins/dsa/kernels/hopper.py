@@ -5,8 +5,8 @@ explicit level, because the plain compiler gives both warp groups the same score
 for each tile it loads. Here three groups of four warps work side by side on 64 heads:
 
 - the loader gathers latent tiles into two buffers with asynchronous copies;
-- the first consumer makes the scores and the probabilities, and the left half of the output;
-- the second consumer makes the right half, from the probabilities that it finds in shared memory.
+- the first consumer makes the scores and the probabilities, and a quarter of the output;
+- the second consumer makes the rest, from the probabilities that it finds in shared memory.
 
 While the first consumer is busy with exponentials, the second one keeps the matrix units busy.
 Sizes are Dots3's: a latent of 512 and a rotary part of 64, heads a multiple of 64, bfloat16.
@@ -26,24 +26,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from plugins.dsa.kernels.attention import LOG2_E, LOWEST, tokens_of
 
-# Triton 3.9 renamed it.
+# Triton 3.9 renamed these two.
 _gather = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # Heads per program, tokens per tile, warps of every group.
 BLOCK_H = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
-HALF = gl.constexpr(256)
 WIDTH = gl.constexpr(576)
+# Output channels: the first consumer's, then the second one's two parts.
+PART_A = gl.constexpr(128)
+PART_B = gl.constexpr(128)
+PART_C = gl.constexpr(256)
 # One 128-byte line of each of four rows per warp and copy.
 _COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+_WIDE_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _HEADS_IN_SCORES = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _HEADS_IN_OUTPUT = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
+_HEADS_IN_WIDE = gl.constexpr(gl.SliceLayout(1, _WIDE_OUTPUT.value))
 
 
 @gluon.jit
@@ -84,28 +90,30 @@ def _scores(ql, qr, latents, ropes, full, step):
 
 @gluon.jit
 def hand_over(
-    score, first, count, maximum, normalizer, weights, factors, made, taken, step,
-    FACTOR: gl.constexpr,
+    score, first, count, maximum, weights, factors, made, taken, step,
+    FACTOR: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Scores of entries from `first` on to probabilities, for both consumers.
 
     `made` says that a tile's probabilities and the factor on earlier sums are in shared memory,
-    `taken` that the second consumer has used them. Returns that factor, the new maximum and the
-    new normalizer, in powers of two.
+    `taken` that the second consumer has used them. Returns that factor, the new maximum (both in
+    powers of two) and the probabilities, whose sum is better taken once products are in flight.
     """
-    entry = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, _SCORES))
-    score = gl.where((entry < count)[None, :], score * FACTOR, LOWEST)
-    highest = gl.maximum(maximum, gl.max(score, axis=1))
+    if MASKED:
+        entry = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+        # Minus infinity, not LOWEST: the scaling below is fused, and its rounding error at 1e30
+        # would be anything.
+        score = gl.where((entry < count)[None, :], score, float("-inf"))
+    highest = gl.maximum(maximum, gl.max(score, axis=1) * FACTOR)
     decay = gl.exp2(maximum - highest)
-    weight = gl.exp2(score - highest[:, None])
-    normalizer = normalizer * decay + gl.sum(weight, axis=1)
+    weight = gl.exp2(score * FACTOR - highest[:, None])
     mbarrier.wait(taken, (step & 1) ^ 1)
     weights.store(weight.to(gl.bfloat16))
     factors.store(decay)
     fence_async_shared()
+    _barrier()
     mbarrier.arrive(made, count=1)
-    mbarrier.wait(made, step & 1)
-    return decay, highest, normalizer
+    return decay, highest, weight
 
 
 @gluon.jit
@@ -114,42 +122,46 @@ def _first_consumer(
     ql, qr, latents, ropes, weights, factors, full, empty, made, taken,
     FACTOR: gl.constexpr,
 ):  # fmt: skip
-    """Scores, probabilities and the left half of the output.
+    """Scores, probabilities and the first part of the output.
 
-    Returns the output half and the base-2 log-sum-exp. No product is in flight at the end of a
-    turn: the assembler would make all of them wait.
+    Returns that part and the base-2 log-sum-exp. No product is in flight at the end of a turn: the
+    assembler would make all of them wait. All tiles but the last are full.
     """
     maximum = gl.full((BLOCK_H,), LOWEST, gl.float32, layout=_HEADS_IN_SCORES)
     normalizer = gl.zeros((BLOCK_H,), gl.float32, layout=_HEADS_IN_SCORES)
-    total = gl.zeros((BLOCK_H, HALF), gl.float32, layout=_OUTPUT)
+    total = gl.zeros((BLOCK_H, PART_A), gl.float32, layout=_OUTPUT)
     score = warpgroup_mma_wait(0, deps=[_scores(ql, qr, latents, ropes, full, 0)])
     for step in range(tiles - 1):
         stage = step % 2
-        decay, maximum, normalizer = hand_over(
-            score, step * BLOCK_N, count, maximum, normalizer, weights, factors, made, taken, step,
-            FACTOR,
+        decay, maximum, weight = hand_over(
+            score, step * BLOCK_N, count, maximum, weights, factors, made, taken, step,
+            FACTOR, False, _SCORES, BLOCK_N,
         )  # fmt: skip
         faded = total * gl.convert_layout(decay, _HEADS_IN_OUTPUT)[:, None]
-        left = latents.index(stage).slice(0, HALF, dim=1)
-        output = warpgroup_mma(weights, left, faded, is_async=True)
+        part = latents.index(stage).slice(0, PART_A, dim=1)
+        output = warpgroup_mma(weights, part, faded, is_async=True)
         dots = _scores(ql, qr, latents, ropes, full, step + 1)
+        normalizer = normalizer * decay + gl.sum(weight, axis=1)
         # Two products make the scores: the output is done when only they are left.
         total = warpgroup_mma_wait(2, deps=[output])
         mbarrier.arrive(empty.index(stage), count=1)
         score = warpgroup_mma_wait(0, deps=[dots])
     last = tiles - 1
-    decay, maximum, normalizer = hand_over(
-        score, last * BLOCK_N, count, maximum, normalizer, weights, factors, made, taken, last,
-        FACTOR,
+    decay, maximum, weight = hand_over(
+        score, last * BLOCK_N, count, maximum, weights, factors, made, taken, last,
+        FACTOR, True, _SCORES, BLOCK_N,
     )  # fmt: skip
     faded = total * gl.convert_layout(decay, _HEADS_IN_OUTPUT)[:, None]
-    left = latents.index(last % 2).slice(0, HALF, dim=1)
-    total = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, left, faded, is_async=True)])
+    part = latents.index(last % 2).slice(0, PART_A, dim=1)
+    output = warpgroup_mma(weights, part, faded, is_async=True)
+    normalizer = normalizer * decay + gl.sum(weight, axis=1)
+    total = warpgroup_mma_wait(0, deps=[output])
     mbarrier.wait(taken, (tiles & 1) ^ 1)
-    factor = opened / normalizer
+    some = normalizer > 0
+    factor = gl.where(some, opened / normalizer, 0.0)
     factors.store(factor)
     mbarrier.arrive(made, count=1)
-    lse = maximum + gl.log2(normalizer)
+    lse = gl.where(some, maximum + gl.log2(normalizer), LOWEST)
     return total * gl.convert_layout(factor, _HEADS_IN_OUTPUT)[:, None], lse
 
 
@@ -157,29 +169,33 @@ def _first_consumer(
 def _second_consumer(
     tiles, out, latents, weights, factors, full, empty, made, taken,
 ):  # fmt: skip
-    """The right half of the output, stored."""
-    total = gl.zeros((BLOCK_H, HALF), gl.float32, layout=_OUTPUT)
+    """The rest of the output, stored."""
+    narrow = gl.zeros((BLOCK_H, PART_B), gl.float32, layout=_OUTPUT)
+    wide = gl.zeros((BLOCK_H, PART_C), gl.float32, layout=_WIDE_OUTPUT)
     for step in range(tiles):
         stage = step % 2
         mbarrier.wait(full.index(stage), (step // 2) & 1)
         mbarrier.wait(made, step & 1)
-        decay = factors.load(_HEADS_IN_OUTPUT)
+        narrow = narrow * factors.load(_HEADS_IN_OUTPUT)[:, None]
+        wide = wide * factors.load(_HEADS_IN_WIDE)[:, None]
         fence_async_shared()
-        right = latents.index(stage).slice(HALF, HALF, dim=1)
-        pending = warpgroup_mma(weights, right, total * decay[:, None], is_async=True)
-        total = warpgroup_mma_wait(0, deps=[pending])
+        tile = latents.index(stage)
+        more = warpgroup_mma(weights, tile.slice(PART_C, PART_C, dim=1), wide, is_async=True)
+        less = warpgroup_mma(weights, tile.slice(PART_A, PART_B, dim=1), narrow, is_async=True)
+        wide, narrow = warpgroup_mma_wait(0, deps=[more, less])
         mbarrier.arrive(taken, count=1)
         mbarrier.arrive(empty.index(stage), count=1)
     mbarrier.wait(made, tiles & 1)
-    total = total * factors.load(_HEADS_IN_OUTPUT)[:, None]
-    _store(out, total, HALF)
+    store(out, narrow * factors.load(_HEADS_IN_OUTPUT)[:, None], PART_A, LATENT, _OUTPUT)
+    store(out, wide * factors.load(_HEADS_IN_WIDE)[:, None], PART_C, LATENT, _WIDE_OUTPUT)
 
 
 @gluon.jit
-def _store(out, half, first: gl.constexpr):
-    line = gl.arange(0, BLOCK_H, layout=_HEADS_IN_OUTPUT)
-    lane = first + gl.arange(0, HALF, layout=gl.SliceLayout(0, _OUTPUT))
-    gl.store(out + line[:, None] * LATENT + lane[None, :], half.to(out.dtype.element_ty))
+def store(out, part, first: gl.constexpr, width: gl.constexpr, LAYOUT: gl.constexpr):
+    """Channels from `first` on of BLOCK_H rows of `width` channels."""
+    line = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, LAYOUT))
+    lane = first + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(out + line[:, None] * width + lane[None, :], part.to(out.dtype.element_ty))
 
 
 @gluon.jit
@@ -207,7 +223,7 @@ def _program(
     at = row.to(gl.int64) * HEADS + first_head
     # An empty list still is one tile, of which nothing is loaded: zeros, and so is the output.
     tiles = gl.maximum(gl.cdiv(last - first, BLOCK_N), 1)
-    left, lse = gl.warp_specialize(
+    part, lse = gl.warp_specialize(
         [
             (
                 _first_consumer,
@@ -230,9 +246,9 @@ def _program(
             ),
         ],
         [4, 4],
-        [208, 72],
+        [240, 72],
     )  # fmt: skip
-    _store(out, left, 0)
+    store(out, part, 0, LATENT, _OUTPUT)
     return lse
 
 

@@ -2,10 +2,10 @@
 
 The same operation as `window.window_scores` and `window_values`, in one pass over the latents. A
 program takes one query, 64 heads and one half of the output channels; the two programs of a query
-run side by side and share the latents through the L2 cache. The scores need all 1088 channels of a
-tile of 64 tokens, more than fits twice beside the queries, so the tile streams through a ring of
-64-channel pieces: first those that only the scores need, which are given back at once, then the
-program's own half, which stays until the output has used it.
+run side by side and share the latents through the L2 cache. The queries alone fill more than half
+of the shared memory, so tiles of 32 tokens stream through a ring of pieces of 128 channels: first
+those that only the scores need, which are given back at once, then the program's own half, which
+stays until the output has used it.
 
 Three groups of four warps work side by side: a loader, a consumer for the scores and the first
 quarter of the output, and a consumer for the second quarter. Sizes are Dots3's: a latent of 1024
@@ -27,36 +27,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from plugins.dsa.kernels.attention import LOG2_E, LOWEST
 from plugins.dsa.kernels.hopper import (
     _COPY,
-    _HEADS_IN_SCORES,
-    _SCORES,
+    _OUTPUT,
     _TILE,
     _VECTOR,
     BLOCK_H,
-    BLOCK_N,
     _gather,
     hand_over,
+    store,
 )
 
+BLOCK_N = gl.constexpr(32)
 LATENT = gl.constexpr(1024)
 ROPE = gl.constexpr(64)
 WIDTH = gl.constexpr(1088)
 HALF = gl.constexpr(512)
-# Channels per piece, pieces per tile, pieces of a tile that only the scores need, ring slots.
-PIECE = gl.constexpr(64)
-PIECES = gl.constexpr(17)
-PASSING = gl.constexpr(9)
+# Channels per piece; a tile is the other half's pieces, the rotary part, then the own half's.
+PIECE = gl.constexpr(128)
+OTHERS = gl.constexpr(4)
+PASSING = gl.constexpr(5)
+PIECES = gl.constexpr(9)
 SLOTS = gl.constexpr(10)
-# Pieces of the output per consumer.
-OWN = gl.constexpr(4)
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+_HEADS_IN_SCORES = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
+_HEADS_IN_OUTPUT = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
+_WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 
 
 @gluon.jit
 def _loader(
-    q_latent, q_rope, rows, oldest, count, base, R, half, tiles, queries, ring, full, empty,
+    q_latent, q_rope, rows, oldest, count, base, R, half, tiles, ql, qr, ring, full, empty,
 ):  # fmt: skip
     """The pieces of every tile, in the order of use; with the first tile also the queries."""
+    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, _COPY))
     line = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, _COPY))
     lane = gl.arange(0, PIECE, layout=gl.SliceLayout(0, _COPY))
+    rope_lane = gl.arange(0, ROPE, layout=gl.SliceLayout(0, _COPY))
     slot = 0
     phase = 1
     for tile in range(tiles):
@@ -67,20 +72,21 @@ def _loader(
         row = gl.where(row < 0, row + R, row)
         at = rows + gl.where(entry < count, row, 0).to(gl.int64)[:, None] * WIDTH
         for piece in gl.static_range(PIECES):
-            if piece < 8:
-                first = (1 - half) * HALF + piece * PIECE
-            elif piece > 8:
-                first = half * HALF + (piece - PASSING) * PIECE
-            else:
-                first = LATENT + 0 * half
             mbarrier.wait(empty.index(slot), phase)
-            if tile == 0:
-                if piece == 8:
-                    query = q_rope + line[:, None] * ROPE + lane[None, :]
-                else:
-                    query = q_latent + line[:, None] * LATENT + (first + lane)[None, :]
-                _gather(queries.index(piece), query)
-            _gather(ring.index(slot), at + (first + lane)[None, :], mask=used)
+            if piece == OTHERS:
+                if tile == 0:
+                    _gather(qr, q_rope + head[:, None] * ROPE + rope_lane[None, :])
+                target = ring.index(slot).slice(0, ROPE, dim=1)
+                _gather(target, at + (LATENT + rope_lane)[None, :], mask=used)
+            else:
+                # Which piece of all, without the rotary part; the other half's come first.
+                first = (1 - half) * HALF + piece * PIECE
+                if piece > OTHERS:
+                    first = half * HALF + (piece - PASSING) * PIECE
+                if tile == 0:
+                    query = q_latent + head[:, None] * LATENT + (first + lane)[None, :]
+                    _gather(ql.index(piece if piece < OTHERS else piece - 1), query)
+                _gather(ring.index(slot), at + (first + lane)[None, :], mask=used)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             slot += 1
             phase = gl.where(slot == SLOTS, phase ^ 1, phase)
@@ -88,25 +94,7 @@ def _loader(
 
 
 @gluon.jit
-def _add_pieces(weights, ring, empty, position, decay, t0, t1, t2, t3):
-    """Four pieces of the output: faded sums plus probabilities times latents."""
-    factor = decay[:, None]
-    t0 = t0 * factor
-    t1 = t1 * factor
-    t2 = t2 * factor
-    t3 = t3 * factor
-    f0 = warpgroup_mma(weights, ring.index(position % SLOTS), t0, is_async=True)
-    f1 = warpgroup_mma(weights, ring.index((position + 1) % SLOTS), t1, is_async=True)
-    f2 = warpgroup_mma(weights, ring.index((position + 2) % SLOTS), t2, is_async=True)
-    f3 = warpgroup_mma(weights, ring.index((position + 3) % SLOTS), t3, is_async=True)
-    t0, t1, t2, t3 = warpgroup_mma_wait(0, deps=[f0, f1, f2, f3])
-    for piece in gl.static_range(OWN):
-        mbarrier.arrive(empty.index((position + piece) % SLOTS), count=1)
-    return t0, t1, t2, t3
-
-
-@gluon.jit
-def _scores(queries, ring, full, empty, position):
+def _scores(ql, qr, ring, full, empty, position):
     """The scores of the tile whose first piece is `position`; gives passing pieces back."""
     dots = gl.zeros((BLOCK_H, BLOCK_N), gl.float32, layout=_SCORES)
     bystander = gl.zeros((BLOCK_H,), gl.float32, layout=_HEADS_IN_SCORES)
@@ -114,13 +102,13 @@ def _scores(queries, ring, full, empty, position):
         slot = (position + piece) % SLOTS
         mbarrier.wait(full.index(slot), ((position + piece) // SLOTS) & 1)
         fence_async_shared()
-        dots = warpgroup_mma(
-            queries.index(piece),
-            ring.index(slot).permute((1, 0)),
-            dots,
-            use_acc=piece > 0,
-            is_async=True,
-        )
+        if piece == OTHERS:
+            keys = ring.index(slot).slice(0, ROPE, dim=1).permute((1, 0))
+            dots = warpgroup_mma(qr, keys, dots, is_async=True)
+        else:
+            query = ql.index(piece if piece < OTHERS else piece - 1)
+            keys = ring.index(slot).permute((1, 0))
+            dots = warpgroup_mma(query, keys, dots, use_acc=piece > 0, is_async=True)
         if piece > 0 and piece <= PASSING:
             # Only the newest product is in flight now: the piece before is read. The wait must not
             # name the sum, or the assembler makes every product wait.
@@ -130,63 +118,69 @@ def _scores(queries, ring, full, empty, position):
 
 
 @gluon.jit
+def _add_pieces(weights, ring, empty, position, decay, first, second):
+    """Two pieces of the output: faded sums plus probabilities times latents."""
+    factor = decay[:, None]
+    first = first * factor
+    second = second * factor
+    slot = position % SLOTS
+    next_slot = (position + 1) % SLOTS
+    one = warpgroup_mma(weights, ring.index(slot), first, is_async=True)
+    two = warpgroup_mma(weights, ring.index(next_slot), second, is_async=True)
+    first, second = warpgroup_mma_wait(0, deps=[one, two])
+    mbarrier.arrive(empty.index(slot), count=1)
+    mbarrier.arrive(empty.index(next_slot), count=1)
+    return first, second
+
+
+@gluon.jit
 def _first_consumer(
-    tiles, count, opened, queries, ring, weights, factors, full, empty, made, taken,
+    tiles, count, opened, ql, qr, ring, weights, factors, full, empty, made, taken,
     FACTOR: gl.constexpr,
 ):  # fmt: skip
-    """Scores, probabilities and the first quarter of the output, in pieces of 64 channels."""
+    """Scores, probabilities and the first quarter of the output, as two pieces."""
     maximum = gl.full((BLOCK_H,), LOWEST, gl.float32, layout=_HEADS_IN_SCORES)
     normalizer = gl.zeros((BLOCK_H,), gl.float32, layout=_HEADS_IN_SCORES)
-    t0 = gl.zeros((BLOCK_H, BLOCK_N), gl.float32, layout=_SCORES)
-    t1 = t0
-    t2 = t0
-    t3 = t0
+    first = gl.zeros((BLOCK_H, PIECE), gl.float32, layout=_OUTPUT)
+    second = first
     for tile in range(tiles):
-        score = _scores(queries, ring, full, empty, tile * PIECES)
-        decay, maximum, normalizer = hand_over(
-            score, tile * BLOCK_N, count, maximum, normalizer, weights, factors, made, taken, tile,
-            FACTOR,
+        score = _scores(ql, qr, ring, full, empty, tile * PIECES)
+        decay, maximum, weight = hand_over(
+            score, tile * BLOCK_N, count, maximum, weights, factors, made, taken, tile,
+            FACTOR, True, _SCORES, BLOCK_N,
         )  # fmt: skip
         own = tile * PIECES + PASSING
-        t0, t1, t2, t3 = _add_pieces(weights, ring, empty, own, decay, t0, t1, t2, t3)
+        faded = gl.convert_layout(decay, _HEADS_IN_OUTPUT)
+        first, second = _add_pieces(weights, ring, empty, own, faded, first, second)
+        normalizer = normalizer * decay + gl.sum(weight, axis=1)
     mbarrier.wait(taken, (tiles & 1) ^ 1)
-    last = opened / normalizer
+    some = normalizer > 0
+    last = gl.where(some, opened / normalizer, 0.0)
     factors.store(last)
     mbarrier.arrive(made, count=1)
-    factor = last[:, None]
-    lse = maximum + gl.log2(normalizer)
-    return t0 * factor, t1 * factor, t2 * factor, t3 * factor, lse
+    lse = gl.where(some, maximum + gl.log2(normalizer), LOWEST)
+    factor = gl.convert_layout(last, _HEADS_IN_OUTPUT)[:, None]
+    return first * factor, second * factor, lse
 
 
 @gluon.jit
 def _second_consumer(tiles, out, ring, weights, factors, full, empty, made, taken):
     """The second quarter of the output, stored."""
-    t0 = gl.zeros((BLOCK_H, BLOCK_N), gl.float32, layout=_SCORES)
-    t1 = t0
-    t2 = t0
-    t3 = t0
+    first = gl.zeros((BLOCK_H, PIECE), gl.float32, layout=_OUTPUT)
+    second = first
     for tile in range(tiles):
-        own = tile * PIECES + PASSING + OWN
+        own = tile * PIECES + PASSING + 2
         mbarrier.wait(made, tile & 1)
-        for piece in gl.static_range(OWN):
-            mbarrier.wait(full.index((own + piece) % SLOTS), ((own + piece) // SLOTS) & 1)
-        decay = factors.load(_HEADS_IN_SCORES)
+        mbarrier.wait(full.index(own % SLOTS), (own // SLOTS) & 1)
+        mbarrier.wait(full.index((own + 1) % SLOTS), ((own + 1) // SLOTS) & 1)
+        decay = factors.load(_HEADS_IN_OUTPUT)
         fence_async_shared()
-        t0, t1, t2, t3 = _add_pieces(weights, ring, empty, own, decay, t0, t1, t2, t3)
+        first, second = _add_pieces(weights, ring, empty, own, decay, first, second)
         mbarrier.arrive(taken, count=1)
     mbarrier.wait(made, tiles & 1)
-    factor = factors.load(_HEADS_IN_SCORES)[:, None]
-    _store(out, t0 * factor, OWN * PIECE)
-    _store(out, t1 * factor, (OWN + 1) * PIECE)
-    _store(out, t2 * factor, (OWN + 2) * PIECE)
-    _store(out, t3 * factor, (OWN + 3) * PIECE)
-
-
-@gluon.jit
-def _store(out, piece, first: gl.constexpr):
-    line = gl.arange(0, BLOCK_H, layout=_HEADS_IN_SCORES)
-    lane = first + gl.arange(0, PIECE, layout=gl.SliceLayout(0, _SCORES))
-    gl.store(out + line[:, None] * LATENT + lane[None, :], piece.to(out.dtype.element_ty))
+    factor = factors.load(_HEADS_IN_OUTPUT)[:, None]
+    store(out, first * factor, 2 * PIECE, LATENT, _OUTPUT)
+    store(out, second * factor, 3 * PIECE, LATENT, _OUTPUT)
 
 
 @gluon.jit
@@ -195,9 +189,10 @@ def _program(
     HEADS: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
     """One query, 64 heads, one half of the channels, `count` tokens from position `oldest` on."""
-    queries = gl.allocate_shared_memory(gl.bfloat16, [PIECES, BLOCK_H, PIECE], _TILE)
+    ql = gl.allocate_shared_memory(gl.bfloat16, [2 * OTHERS, BLOCK_H, PIECE], _TILE)
+    qr = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, ROPE], _TILE)
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK_N, PIECE], _TILE)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], _TILE)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], _WEIGHTS)
     factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], _VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -212,12 +207,12 @@ def _program(
     at = row.to(gl.int64) * HEADS + first_head
     # An empty window still is one tile, of which nothing is loaded: zeros, and so is the output.
     tiles = gl.maximum(gl.cdiv(count, BLOCK_N), 1)
-    t0, t1, t2, t3, lse = gl.warp_specialize(
+    first, second, lse = gl.warp_specialize(
         [
             (
                 _first_consumer,
                 (
-                    tiles, count, opened, queries, ring, weights, factors, full, empty, made,
+                    tiles, count, opened, ql, qr, ring, weights, factors, full, empty, made,
                     taken, SCALE * LOG2_E,
                 ),
             ),
@@ -230,17 +225,15 @@ def _program(
                 (
                     q_latent + at * LATENT, q_rope + at * ROPE,
                     cache + slot.to(gl.int64) * R * WIDTH, oldest, count, base, R, half, tiles,
-                    queries, ring, full, empty,
+                    ql, qr, ring, full, empty,
                 ),
             ),
         ],
         [4, 4],
-        [168, 80],
+        [184, 88],
     )  # fmt: skip
-    _store(out, t0, 0)
-    _store(out, t1, PIECE)
-    _store(out, t2, 2 * PIECE)
-    _store(out, t3, 3 * PIECE)
+    store(out, first, 0, LATENT, _OUTPUT)
+    store(out, second, PIECE, LATENT, _OUTPUT)
     return lse
 
 
