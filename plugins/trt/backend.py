@@ -55,6 +55,7 @@ class Backend:
             has_attention_causal=hasattr(network, "add_attention_v2"),
             has_kv_cache=hasattr(network, "add_kv_cache_update"),
             has_rotary=hasattr(network, "add_rotary_embedding"),
+            lists_targets=hasattr(self.trt.IBuilderConfig, "num_compute_capabilities"),
         )
         capability.check_dtypes(used)
         return capability

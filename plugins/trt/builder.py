@@ -129,7 +129,7 @@ def _config(net: Network) -> Any:
     # Products declared float32 are meant as such.
     config.clear_flag(trt.BuilderFlag.TF32)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if net.capability.flavor == "tensorrt_rtx":
+    if net.capability.lists_targets:
         if not targets:
             raise CapabilityError(
                 "no compute capability can hold the network's element types",

@@ -51,6 +51,7 @@ class Capability:
         has_attention_causal: causal kinds and key/value lengths of fused attention.
         has_kv_cache: in-place cache update.
         has_rotary: rotary embedding layer.
+        lists_targets: the build takes a list of compute capabilities.
     """
 
     flavor: str
@@ -61,6 +62,7 @@ class Capability:
     has_attention_causal: bool
     has_kv_cache: bool
     has_rotary: bool
+    lists_targets: bool
 
     def check_dtypes(self, dtypes: Iterable[str]) -> None:
         """Raise CapabilityError naming the first target that cannot hold one of `dtypes`."""

@@ -72,25 +72,25 @@ class LoopLayers(QuantizationLayers):
     @contextmanager
     def loop(self, count: Dim) -> Iterator[Loop]:
         """Repeat what is added inside `count` times (an int or an INT64 tensor [1])."""
-        raw = self.raw.add_loop()
-        raw.name = self._unique("loop")
-        self._claim(raw.name)
+        made = self.raw.add_loop()
+        made.name = self._unique("loop")
+        self._claim(made.name)
         if isinstance(count, int):
             trips = self._scalar(count, "int64", 0)
-            limit = raw.add_trip_limit(trips, self.trt.TripLimit.COUNT)
+            limit = made.add_trip_limit(trips, self.trt.TripLimit.COUNT)
         else:
             # A counted loop whose count is not a constant crashes the compiler of
             # tensorrt_rtx 1.7 when the network also has fused attention; the same loop with a
             # counter and a condition builds.
             trips = self.squeeze(self._dim_vector(count), (0,))
-            counter = raw.add_recurrence(self._scalar(0, "int64", 0))
+            counter = made.add_recurrence(self._scalar(0, "int64", 0))
             done = self._one(counter, "iteration")
             counter.set_input(1, self.add(done, 1))
-            limit = raw.add_trip_limit(self.less(done, trips), self.trt.TripLimit.WHILE)
-        self._check_log(raw.name)
-        limit.name = f"{raw.name}.trip_limit"
+            limit = made.add_trip_limit(self.less(done, trips), self.trt.TripLimit.WHILE)
+        self._check_log(made.name)
+        limit.name = f"{made.name}.trip_limit"
         limit.metadata = self.scope_name
-        loop = Loop(self, raw, trips)
+        loop = Loop(self, made, trips)
         yield loop
         if loop._pending:
             raise self._fail(
