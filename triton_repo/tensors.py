@@ -110,14 +110,14 @@ PREPROCESSED: tuple[tuple[Tensor, str], ...] = (
     (Tensor("INPUT_ID", "INT32", (-1,)), "input_ids"),
     (Tensor("REQUEST_INPUT_LEN", "INT32"), "input_lengths"),
     (Tensor("REQUEST_OUTPUT_LEN", "INT32"), "request_output_len"),
-    (Tensor("ATTENTION_MASK", "INT64", (-1,)), "attention_mask"),
+    (Tensor("ATTENTION_MASK", "INT64", (-1,), optional=True), "attention_mask"),
     (Tensor("BAD_WORDS_IDS", "INT32", (2, -1), optional=True), "bad_words_list"),
     (Tensor("STOP_WORDS_IDS", "INT32", (2, -1), optional=True), "stop_words_list"),
     (Tensor("OUT_END_ID", "INT32", optional=True), "end_id"),
     (Tensor("OUT_PAD_ID", "INT32", optional=True), "pad_id"),
     (Tensor("CACHE_SALT_ID", "UINT64", optional=True), "cache_salt_id"),
     (Tensor("PROMPT_TOKEN_OFFSETS", "INT32", (-1, 2), optional=True), "prompt_token_offsets"),
-    (Tensor("REQUEST_STATE", "STRING"), "request_state"),
+    (Tensor("REQUEST_STATE", "STRING", optional=True), "request_state"),
 )
 
 # Inputs of tensorrt_llm: from preprocessing, then straight from the client.

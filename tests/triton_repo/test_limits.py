@@ -74,7 +74,6 @@ def test_truncate_then_pad(row: dict[str, Any]) -> None:
         ids = row["ids"]
         arrays = {
             "offsets": [(i, i + 1) for i in range(len(ids))],
-            "attention_mask": [1] * len(ids),
         }
         selection = select(len(ids), options, row["tokenizer_side"], limits)
         prompt = Prompt(ids, arrays).truncated(selection).padded(options.pad, 99, limits)
@@ -90,7 +89,7 @@ def test_truncate_then_pad(row: dict[str, Any]) -> None:
     assert prompt.ids == row["result"]
     pads = prompt.ids.count(99)
     assert prompt.real_length == len(prompt.ids) - pads
-    assert prompt.arrays["attention_mask"] == [1] * prompt.real_length + [0] * pads
+    assert prompt.attention_mask == [1] * prompt.real_length + [0] * pads
     # Offsets are padded too, and still belong to their ids.
     assert prompt.arrays["offsets"][prompt.real_length :] == [(0, 0)] * pads
     for token, (start, _) in zip(prompt.ids, prompt.arrays["offsets"], strict=True):

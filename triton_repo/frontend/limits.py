@@ -18,7 +18,6 @@ Offset = tuple[int, int]
 # What a padded position holds in each parallel array.
 PAD_VALUES: dict[str, Any] = {
     "offsets": (0, 0),
-    "attention_mask": 0,
     "token_type_ids": 0,
     "is_token_mask": True,
     "assistant_mask": 0,
@@ -234,6 +233,11 @@ class Prompt:
                     expected=f"{len(self.ids)} entries",
                     found=len(values),
                 )
+
+    @property
+    def attention_mask(self) -> list[int]:
+        """1 for every id, 0 for padding."""
+        return [1] * self.real_length + [0] * (len(self.ids) - self.real_length)
 
     def truncated(self, selection: Selection | None) -> Prompt:
         """The prompt reduced by `selection`."""

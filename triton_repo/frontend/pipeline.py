@@ -80,7 +80,7 @@ class MediaSpan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One engine input. `prompt.arrays` holds `offsets` and `attention_mask` where they exist."""
+    """One engine input. `prompt.arrays` holds `offsets` where there are any."""
 
     task: str
     prompt: Prompt
@@ -154,7 +154,7 @@ def prepare(request: Row, server: FrontEnd) -> Prepared:
         stop_ids=words.stop_sequences(server.tokenizer, stop_words) if stop_words else None,
         bad_ids=words.bad_sequences(server.tokenizer, bad_words) if bad_words else None,
         cache_salt_id=salt,
-        mm_views={m: view(mm_kwargs, m) for m in chat.MODALITIES},
+        mm_views={m: view(mm_kwargs, m) if mm_kwargs else {} for m in chat.MODALITIES},
         media=spans,
     )
 
@@ -216,7 +216,7 @@ def _template_kwargs(row: Row, server: FrontEnd) -> dict[str, Any]:
 def _mm_kwargs(row: Row, server: FrontEnd) -> dict[str, Any]:
     text = row.get("mm_processor_kwargs")
     if text is None:
-        return merge(server.mm_processor_kwargs, {})
+        return merge(server.mm_processor_kwargs, {}) if server.mm_processor_kwargs else {}
     request = chat.parse_json("mm_processor_kwargs", text, dict)
     if request and not server.media.trust_request_kwargs:
         raise problem("mm_processor_kwargs", "is not allowed per request on this server")
@@ -415,7 +415,7 @@ def _fit(
     encoding = tokenised.encoding
     ids, spans = _expand(encoding.ids, tokenised.media)
     spans += tokenised.spans
-    arrays: dict[str, list[Any]] = {"attention_mask": [1] * len(ids)}
+    arrays: dict[str, list[Any]] = {}
     if encoding.offsets is not None and options.want_offsets and not spans:
         arrays["offsets"] = list[Offset](encoding.offsets)
     prompt = Prompt(ids, arrays)

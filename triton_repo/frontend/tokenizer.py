@@ -171,6 +171,13 @@ class FastTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool, want_offsets: bool) -> Encoding:
         """Ids of `text`, with offsets in code points when asked for."""
+        if not add_special_tokens and not want_offsets:
+            # The same ids, without the offsets that `encode` always computes.
+            return Encoding(
+                self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids,
+                None,
+                (0, 0),
+            )
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         specials = (0, 0)
         if add_special_tokens:

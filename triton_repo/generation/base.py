@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from triton_repo.frontend.chat import MODALITIES
 from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.pipeline import MediaSpan, Prepared
 from triton_repo.frontend.problems import problem
@@ -149,24 +151,29 @@ class RequestState(BaseModel):
     task: Literal["generate", "embed"] = "generate"
     end_ids: tuple[int, ...] | None = None
     text: TextState = TextState()
-    mm_views: dict[str, Any] = Field(default_factory=dict)
+    mm_views: dict[str, Any] = Field(
+        default_factory=lambda: {modality: {} for modality in MODALITIES}
+    )
     media: tuple[SpanState, ...] = ()
 
     @staticmethod
-    def of(prepared: Prepared) -> RequestState:
-        """The state of one prepared prompt."""
+    def write(prepared: Prepared) -> str:
+        """The state of one prepared prompt as JSON text; what is as usual is left out."""
         text = prepared.text
-        return RequestState(
-            task="embed" if prepared.task == "embed" else "generate",
-            end_ids=prepared.end_ids,
-            text=TextState(
-                stop_words=text.stop_words,
-                include_stop=text.include_stop,
-                skip_special_tokens=text.skip_special_tokens,
-            ),
-            mm_views=prepared.mm_views,
-            media=tuple(SpanState(**asdict(span)) for span in prepared.media),
-        )
+        state: dict[str, Any] = {"end_ids": prepared.end_ids}
+        if prepared.task != "generate":
+            state["task"] = prepared.task
+        if text.stop_words or text.include_stop or not text.skip_special_tokens:
+            state["text"] = {
+                "stop_words": text.stop_words,
+                "include_stop": text.include_stop,
+                "skip_special_tokens": text.skip_special_tokens,
+            }
+        if any(prepared.mm_views.values()):
+            state["mm_views"] = prepared.mm_views
+        if prepared.media:
+            state["media"] = [asdict(span) for span in prepared.media]
+        return json.dumps(state)
 
     @staticmethod
     def parse(text: str | None) -> RequestState:
@@ -203,7 +210,7 @@ def received(prepared: Prepared) -> dict[str, Any]:
     offsets = prepared.prompt.arrays.get("offsets")
     return {
         "input_ids": prepared.prompt.ids,
-        "attention_mask": prepared.prompt.arrays["attention_mask"],
+        "attention_mask": prepared.prompt.attention_mask,
         "offsets": offsets,
         "mm_views": prepared.mm_views,
         "pad_id": prepared.pad_id,

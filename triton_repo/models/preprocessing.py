@@ -94,9 +94,11 @@ def preprocessed_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
         "INPUT_ID": [p.prompt.ids for p in prepared],
         "REQUEST_INPUT_LEN": [[p.prompt.real_length] for p in prepared],
         "REQUEST_OUTPUT_LEN": [[p.max_tokens] for p in prepared],
-        "ATTENTION_MASK": [p.prompt.arrays["attention_mask"] for p in prepared],
-        "REQUEST_STATE": [RequestState.of(p).model_dump_json() for p in prepared],
+        "REQUEST_STATE": [RequestState.write(p) for p in prepared],
     }
+    # Without padding the mask says nothing.
+    if any(len(p.prompt.ids) > p.prompt.real_length for p in prepared):
+        rows["ATTENTION_MASK"] = [p.prompt.attention_mask for p in prepared]
     if any(p.bad_ids is not None for p in prepared):
         rows["BAD_WORDS_IDS"] = [to_word_list(p.bad_ids) for p in prepared]
     if any(p.stop_ids is not None for p in prepared):
