@@ -1,0 +1,56 @@
+"""Every quantised layout that people have: converted, run by the network, compared with
+transformers on the exactly dequantised weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from converters.checkpoint.config import WEIGHTS_FILE, read_config
+from converters.checkpoint.convert import convert
+from converters.definition import EngineLimits
+from converters.qwen38 import FAMILY
+from converters.qwen38.config import Qwen38CheckpointConfig
+from converters.qwen38.oracle import Oracle
+from tests.converters.quantization.restore import restored_weights
+from tests.converters.qwen38.driver import Driver
+from tests.fixtures import qwen38_layout as layout
+from tests.fixtures.qwen38_deterministic import GOLDEN_PROMPT
+from tests.fixtures.qwen38_quantized import LAYOUTS, TABLE, Quantized
+
+
+def _oracle_logits(checkpoint: Quantized, directory: Path) -> torch.Tensor:
+    """transformers on what the tensors mean."""
+    tensors = layout.released_tensors(checkpoint.dequantised, checkpoint.text)
+    config = layout.released_config(checkpoint.text, torch.float32)
+    layout.write_checkpoint(directory, config, tensors, files=1)
+    return Oracle(directory).run(GOLDEN_PROMPT)["logits"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(tmp_path: Path, name: str) -> None:
+    checkpoint = LAYOUTS[name]()
+    convert(checkpoint.write(tmp_path / "hf"), tmp_path / "checkpoint")
+    config = read_config(tmp_path / "checkpoint", Qwen38CheckpointConfig)
+    weights = load_file(tmp_path / "checkpoint" / WEIGHTS_FILE)
+    # The rows of the table are decoded on the host, which is not the network's part.
+    table = FAMILY.host_inputs(config)[0]["table"]
+    weights[table] = restored_weights(tmp_path / "checkpoint")[table]
+    assert torch.equal(weights[table], checkpoint.dequantised[f"{TABLE}.weight"])
+    driver = Driver(
+        config,
+        weights,
+        EngineLimits(1, 64, chunk_size=64, max_logits_tokens=64),
+        FAMILY.host_inputs(config),
+        promote_floats=True,
+        # Layers where the target has them, tables where it lacks FP4.
+        targets=("8.9",),
+    )
+    rows = [driver.call("context", [GOLDEN_PROMPT[:40]])[0]["logits"]]
+    rows += [driver.call("generation", [[token]])[0]["logits"] for token in GOLDEN_PROMPT[40:]]
+    expected = _oracle_logits(checkpoint, tmp_path / "plain")
+    torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=0.0)
