@@ -44,6 +44,9 @@ class Interpreter:
         strict: compare the type and shape of every result with what TensorRT inferred.
         plugin_ops: implementations of plugin operations by name.
 
+    Attributes:
+        plans: prepared runs by call shapes, least recently used first.
+
     Raises:
         InputError: a weight is missing or not as declared.
         CapabilityError: the program has a layer kind that is not known.
@@ -80,7 +83,7 @@ class Interpreter:
         self._shape_inputs = _shape_inputs(program)
         self._aliased = set(program.aliases.values())
         self._sites = self._fold()
-        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        self.plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 
     # -- constants -----------------------------------------------------------------------------
 
@@ -199,14 +202,14 @@ class Interpreter:
         )
         # cuDNN's convolutions round float32 to TF32 unless told otherwise.
         with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            plan = self._plans.get(signature)
+            plan = self.plans.get(signature)
             if plan is None:
                 registers, plan = self._prepare(bound, list(wanted.values()))
-                self._plans[signature] = plan
-                if len(self._plans) > _MAX_PLANS:
-                    self._plans.popitem(last=False)
+                self.plans[signature] = plan
+                if len(self.plans) > _MAX_PLANS:
+                    self.plans.popitem(last=False)
             else:
-                self._plans.move_to_end(signature)
+                self.plans.move_to_end(signature)
                 registers = plan.template.copy()
                 for name, value in bound.items():
                     registers[self._slots[name]] = value
