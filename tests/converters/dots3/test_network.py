@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -200,7 +201,7 @@ def test_forgotten_rejections_are_seen(checkpoint: Tiny, expected: dict[str, Ten
     ],
     ids=lambda changes: ",".join(changes),
 )
-def test_other_configurations_equal_the_oracle(changes: dict[str, object]) -> None:
+def test_other_configurations_equal_the_oracle(changes: dict[str, Any]) -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     checkpoint = tiny(draft=False, **{"num_hidden_layers": 3, "layer_types": kinds, **changes})
     driver = checkpoint.driver(EngineLimits(1, 128, chunk_size=64, max_logits_tokens=64))
