@@ -13,11 +13,10 @@ TEST_EXTRAS := rtx,serve,kernels,media,quantize,test,lint
 
 .PHONY: demo test lint format docs clean
 
+# One thread per process: the models are small, and more threads only get in each other's way.
 demo: $(VENV)/.stamp-demo
-	$(BIN)/python -m tests.demo --family $(FAMILY) $(DEMO)/$(FAMILY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.demo --family $(FAMILY) $(DEMO)/$(FAMILY)
 
-# One thread per worker: the models are small, and threads of several workers only get in each
-# other's way.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q
 

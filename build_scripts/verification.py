@@ -32,11 +32,13 @@ from build_scripts.scores import (
     finite,
     score,
 )
-from converters.registry import FAMILIES
+from converters.checkpoint.config import parse_config
+from converters.registry import family_for
 from plugins.support.progress import progress
 from runtime.audio import AudioEncoder
 from runtime.audio_rows import AudioRows
 from runtime.contract import (
+    CONFIG_FILE,
     PHASES,
     EngineConfig,
     NgramEmbedding,
@@ -288,7 +290,9 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
     config = read_config(engine_dir)
     check_files(config, engine_dir)
     pretrained = config.pretrained_config
-    family = FAMILIES[pretrained["model_type"]]
+    where = f"{engine_dir / CONFIG_FILE}: pretrained_config"
+    family = family_for(pretrained["model_type"], where)
+    checkpoint_config = parse_config(pretrained, family.config_class, where)
     oracle_module = importlib.import_module(f"converters.{family.name}.oracle")
     controls_module = importlib.import_module(f"converters.{family.name}.controls")
     transformers_logging.set_verbosity_error()
@@ -329,7 +333,7 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         }
         return scores, differences
 
-    controls = controls_module.negative_controls(family.config_class.model_validate(pretrained))
+    controls = controls_module.negative_controls(checkpoint_config)
     with progress("verify", 2 + len(controls)) as reporter:
         definition, audio = compare(PHASES, weights, hosts, promote=True)
         reporter.advance(1, "definition")

@@ -7,7 +7,7 @@ unknown key is an error, so a misspelt one never loads silently.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -112,6 +112,11 @@ def read_config(directory: Path, kind: type[AnyConfig]) -> AnyConfig:
             found=str(version),
             fix="convert the Hugging Face checkpoint again with this version",
         )
+    return parse_config(content, kind, str(path))
+
+
+def parse_config(content: dict[str, Any], kind: type[AnyConfig], where: str) -> AnyConfig:
+    """A configuration that was read from the file `where`. Raises InputError as `read_config`."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -121,6 +126,6 @@ def read_config(directory: Path, kind: type[AnyConfig]) -> AnyConfig:
         ]
         raise InputError(
             "the checkpoint configuration is not as it must be",
-            where=str(path),
+            where=where,
             found="; ".join(problems),
         ) from error

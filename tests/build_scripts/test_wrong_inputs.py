@@ -277,6 +277,20 @@ def test_run_and_verify_refuse_a_changed_engine_directory(
     assert command("run", tmp_path / "nowhere", "--ids", "1").code == 3
 
 
+def test_verify_names_the_keys_that_another_version_wrote(
+    command: Command, deterministic_engine: Path, deterministic_checkpoint: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "engine"
+    shutil.copytree(deterministic_engine, copy)
+    path = copy / contract.CONFIG_FILE
+    content = json.loads(path.read_text())
+    del content["pretrained_config"]["qwen38"]["hc_count"]
+    path.write_text(json.dumps(content))
+    done = command("verify", copy, "--against", deterministic_checkpoint)
+    assert done.code == 3, done.err
+    assert "qwen38.hc_count" in done.err
+
+
 def test_repo_asks_for_a_tokenizer(
     command: Command, deterministic_engine: Path, tmp_path: Path
 ) -> None:
