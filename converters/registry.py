@@ -6,14 +6,18 @@ from pathlib import Path
 
 from converters import dots3, qwen38, voxtral
 from converters.checkpoint.config import CONFIG_FILE, CheckpointConfig, read_config
+from converters.checkpoint.hf_layout import LayoutOf
 from converters.checkpoint.json_files import read_json_object
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import Family
+from converters.qwen38 import export as qwen38_export
 from plugins.support.errors import InputError
 
 _ALL: tuple[Family, ...] = (qwen38.FAMILY, dots3.FAMILY, voxtral.FAMILY)
 # Hugging Face `model_type` -> family.
 FAMILIES: dict[str, Family] = {kind: family for family in _ALL for kind in family.model_types}
+# Family -> its Hugging Face layout, for the ones that can be exported.
+_LAYOUTS: dict[str, LayoutOf] = {"qwen38": qwen38_export.layout}
 
 
 def family_for(model_type: object, where: str) -> Family:
@@ -51,6 +55,19 @@ def model_type_of(source: SourceCheckpoint) -> object:
 def family_of(config: CheckpointConfig) -> Family:
     """The family that a converted checkpoint belongs to."""
     return family_for(config.model_type, CONFIG_FILE)
+
+
+def layout_of(config: CheckpointConfig) -> LayoutOf:
+    """The Hugging Face layout of a family. Raises InputError when it has none yet."""
+    layout = _LAYOUTS.get(family_of(config).name)
+    if layout is None:
+        raise InputError(
+            "checkpoints of this family cannot be exported",
+            where=f"{CONFIG_FILE}: model_type",
+            expected=", ".join(_LAYOUTS),
+            found=config.model_type,
+        )
+    return layout
 
 
 def read_checkpoint_config(directory: Path) -> CheckpointConfig:

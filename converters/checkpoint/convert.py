@@ -52,7 +52,7 @@ class ConversionPlan:
         source: the opened checkpoint.
         config: of the result.
         quantized_layers: content of `quant_cfg.json`, None when none is needed.
-        recipes: how each tensor is made, in the order of the output file.
+        recipes: how each tensor is made, in the order of the model.
         ignored: tensors that are left out on purpose.
         notes: disagreements in the checkpoint that do no harm.
         tokenizer: files that go along.
@@ -70,8 +70,12 @@ class ConversionPlan:
 
     @property
     def outputs(self) -> list[Output]:
-        """Tensors of the result in file order."""
-        return [output for recipe in self.recipes for output in recipe.outputs]
+        """Tensors of the result in file order.
+
+        Wide elements come first, so that every tensor begins at a multiple of its element size.
+        """
+        outputs = [output for recipe in self.recipes for output in recipe.outputs]
+        return sorted(outputs, key=lambda output: -output.dtype.bits)
 
     @property
     def bytes_read(self) -> int:
@@ -207,14 +211,11 @@ def plan_conversion(
     kv_cache = next((claim.kv_cache for claim in claims if claim.kv_cache), None)
     quantization, layers = summarise(resolved.modules, kv_cache)
     config = config.model_copy(update={"quantization": quantization})
-    recipes = resolved.recipes
-    # Wide elements first, so that every tensor begins at a multiple of its element size.
-    recipes.sort(key=lambda recipe: -recipe.outputs[0].dtype.bits)
     plan = ConversionPlan(
         source,
         config,
         layers,
-        tuple(recipes),
+        tuple(resolved.recipes),
         tuple(tensors.ignored),
         tuple(notes),
         tokenizer,

@@ -197,8 +197,11 @@ def run_tasks(
     operations: dict[str, Compute],
     workers: int,
     bar: Reporter,
+    first: int = 0,
 ) -> NarrowingCounts:
     """Do all tasks that are not done yet, `workers` at a time.
+
+    The tasks count from `first` in the journal, so that several files can share one.
 
     Raises the first error of any task after the running ones have stopped.
     """
@@ -221,14 +224,17 @@ def run_tasks(
             else:
                 operations[task.recipe.operation](task, file, lambda amount: advance(amount, name))
             with lock:
-                partial.mark(number)
+                partial.mark(first + number)
         except BaseException:
             stop.set()
             raise
 
-    for number in partial.done:
-        bar.advance(tasks[number].nbytes, "resumed")
-    todo = [number for number in range(len(tasks)) if number not in partial.done]
+    todo = []
+    for number, task in enumerate(tasks):
+        if first + number in partial.done:
+            bar.advance(task.nbytes, "resumed")
+        else:
+            todo.append(number)
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(run, number) for number in todo]
         try:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from converters.checkpoint.header import Shape
 from converters.quantization import fp8, nvfp4
+from plugins.support.dtypes import COMPUTE_DTYPES
 
 # rows: as many rows as the weight; blocks: one value per 128 x 128; scalar: one per matrix.
 Kind = Literal["rows", "blocks", "scalar"]
@@ -126,6 +127,9 @@ FP8_BLOCK_MODELOPT = Format(
     (Component("weight_scale", _BLOCK_SCALE, _FLOATS, "blocks"),),
     None,
 )
+
+# Not quantised: what it is made of, for code that treats all storages alike.
+PLAIN = Component("weight", "weight", COMPUTE_DTYPES, "rows")
 
 # Every suffix that belongs to a quantised weight, whatever the format.
 SCALE_SUFFIXES = (

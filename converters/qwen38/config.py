@@ -111,6 +111,9 @@ class Qwen38Config(Strict):
     ngram_size: int
     heads_per_ngram: int
     split_ngram_parts: int
+    ngram_vocab_size_base: int
+    make_ngram_vocab_size_divisible_by: int
+    seed: int
     ngram_eos_token_id: int
     ple_layers: list[PleLayer]
     mtp_num_hidden_layers: int
@@ -223,9 +226,12 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Qwen38Checkpoi
         "ngram_size": ple.ngram_size,
         "heads_per_ngram": ple.heads_per_ngram,
         "split_ngram_parts": ple.parts,
+        "ngram_vocab_size_base": ple.base,
+        "make_ngram_vocab_size_divisible_by": ple.divisor,
+        "seed": ple.seed,
         "ngram_eos_token_id": ple.eos,
         "ple_layers": ple.constants(),
-        "mtp_num_hidden_layers": drafts if has_draft_layer(source) else 0,
+        "mtp_num_hidden_layers": int(has_draft_layer(source)),
         **sizes,
         **special,
     }
@@ -253,7 +259,7 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Qwen38Checkpoi
 
 
 def has_draft_layer(source: SourceCheckpoint) -> bool:
-    """Whether the MTP tensors are there; text-only exports declare the layer but drop it."""
+    """Whether the MTP tensors are there; some exports declare the layer but drop it."""
     return any(name.removeprefix("model.").startswith("mtp.") for name in source.tensors)
 
 
@@ -322,10 +328,10 @@ class _Ple:
         self.ngram_size = keys.integer("ngram_size", minimum=2)
         self.heads_per_ngram = keys.integer("heads_per_ngram")
         self.parts = keys.integer("split_ngram_parts")
-        self._base = keys.integer("ngram_vocab_size_base", minimum=2)
-        self._divisor = keys.integer("make_ngram_vocab_size_divisible_by")
+        self.base = keys.integer("ngram_vocab_size_base", minimum=2)
+        self.divisor = keys.integer("make_ngram_vocab_size_divisible_by")
         # The one default that files rely on: the released configuration has no seed.
-        self._seed = keys.integer("seed", minimum=0) if keys.has("seed") else 1234
+        self.seed = keys.integer("seed", minimum=0) if keys.has("seed") else 1234
         keys.ignore("seed")
         self._vocab_size = vocab_size
         # A list means its first entry here; all of them may end a generation.
@@ -351,9 +357,9 @@ class _Ple:
                 vocab_size=self._vocab_size,
                 ngram_size=self.ngram_size,
                 heads_per_ngram=self.heads_per_ngram,
-                ngram_vocab_size_base=self._base,
-                divisor=self._divisor,
-                seed=self._seed,
+                ngram_vocab_size_base=self.base,
+                divisor=self.divisor,
+                seed=self.seed,
                 layer_number=number,
             )
             layers.append(

@@ -60,11 +60,19 @@ def plan_tensors(source: SourceCheckpoint, config: Qwen38CheckpointConfig) -> Te
             )
         names[canonical] = name
     constants = _check_hash_constants(source, config, names)
-    wanted = _Names(config, names).wanted()
+    # Main and draft experts may lie in different layouts, so each group is looked at.
+    wanted = _Names(
+        config, lambda experts: any(f"{experts}.{name}" in names for name in _STACKED)
+    ).wanted()
     groups = [Ignored(why, tuple(group)) for why, group in ignored.items()]
     groups.append(Ignored("hash constants, checked and kept in config.json", tuple(constants)))
     used = [group for group in groups if group.names]
     return TensorPlan(names, wanted, used, EMBEDDING, _declared_name(config))
+
+
+def wanted_tensors(config: Qwen38CheckpointConfig, *, stacked_experts: bool) -> list[Wanted]:
+    """All target tensors, made from a source whose experts all lie in one layout."""
+    return _Names(config, lambda _experts: stacked_experts).wanted()
 
 
 def _declared_name(config: Qwen38CheckpointConfig) -> Callable[[str], str]:
@@ -117,8 +125,8 @@ def _check_hash_constants(
 class _Names:
     """Builds the list of wanted tensors for one configuration and one layout of the source."""
 
-    def __init__(self, config: Qwen38CheckpointConfig, present: dict[str, str]) -> None:
-        self.config, self.block, self.present = config, config.qwen38, present
+    def __init__(self, config: Qwen38CheckpointConfig, is_stacked: Callable[[str], bool]) -> None:
+        self.config, self.block, self.is_stacked = config, config.qwen38, is_stacked
         self.hidden = config.hidden_size
         self.list: list[Wanted] = []
 
@@ -134,7 +142,7 @@ class _Names:
             "transformer.hyper_connection_mixer.", "hyper_connection_mixer.", inject=False
         )
         self._one("lm_head.weight", "lm_head.weight", vocab)
-        if any(name.startswith("mtp.") for name in self.present):
+        if self.block.mtp_num_hidden_layers:
             self._drafts()
         return self.list
 
@@ -238,7 +246,7 @@ class _Names:
             stacked = f"{source}experts.{name}_proj"
             parts = (
                 (Part(stacked, shape),)
-                if self._is_stacked(source)
+                if self.is_stacked(f"{source}experts")
                 else tuple(
                     Part(f"{source}experts.{expert}.{projection}.weight", (rows, columns))
                     for expert in range(experts)
@@ -271,10 +279,6 @@ class _Names:
         self._one(
             f"{target}shared_expert_gate.weight", f"{source}shared_expert_gate.weight", (1, hidden)
         )
-
-    def _is_stacked(self, source: str) -> bool:
-        """Main and draft experts may lie in different layouts, so each group is looked at."""
-        return any(f"{source}experts.{name}" in self.present for name in _STACKED)
 
     def _ple(self, layer: int, rows: int, heads: int) -> None:
         block = self.block

@@ -1,0 +1,261 @@
+"""TensorRT-LLM checkpoint -> Hugging Face checkpoint in Model Optimizer's unified layout.
+
+The inverse of conversion: every tensor is cut where conversion joined it, codes and scales keep
+their bytes, and the quantisation is declared twice, in `hf_quant_config.json` and inline, because
+the engines that read such checkpoints look in different places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from converters.checkpoint.config import TOKENIZER_DIR, WEIGHTS_FILE
+from converters.checkpoint.header import TensorEntry, read_header
+from converters.checkpoint.hf_layout import HfLayout
+from converters.checkpoint.match import Findings
+from converters.checkpoint.partial import resumable_directory
+from converters.checkpoint.recipe import Output, Part, Recipe, Wanted
+from converters.checkpoint.source import INDEX_FILE
+from converters.checkpoint.write import OutputFile, run_tasks, split_tasks
+from converters.quantization import formats
+from converters.quantization.evidence import module_of, target_name, target_shape
+from converters.quantization.exported import declare
+from converters.quantization.formats import Component, Format
+from converters.registry import layout_of, read_checkpoint_config
+from plugins.support.errors import InputError, UsageError
+from plugins.support.progress import progress
+
+_FILE_BYTES = 5 * 10**9
+_CONSTANTS_FILE = "model-constants.safetensors"
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """A finished export.
+
+    Attributes:
+        directory: the Hugging Face checkpoint.
+        algorithm: of its quantisation, None when all weights are plain.
+        tensors, bytes, files: what was written.
+        seconds: of the execution.
+    """
+
+    directory: Path
+    algorithm: str | None
+    tensors: int
+    bytes: int
+    files: int
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """The result, for people."""
+        rate = self.bytes / max(self.seconds, 1e-9) / 1e6
+        return [
+            f"{self.tensors} tensors ({self.bytes / 1e9:.2f} GB) in {self.files} files, "
+            f"quantisation: {self.algorithm or 'none'}",
+            f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result, for programs."""
+        return {
+            "directory": str(self.directory),
+            "quant_algo": self.algorithm,
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "files": self.files,
+            "seconds": self.seconds,
+        }
+
+
+def export_hf(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportReport:
+    """Write the Hugging Face form of a converted checkpoint to the new directory `out_dir`.
+
+    The vision tower is not part of a converted checkpoint, so a text-only model comes out.
+    Raises UsageError for wrong arguments, InputError for a checkpoint that is not whole.
+    """
+    if ckpt_dir.resolve() == out_dir.resolve():
+        raise UsageError("input and output are the same directory", where=str(out_dir))
+    config = read_checkpoint_config(ckpt_dir)
+    entries = read_header(ckpt_dir / WEIGHTS_FILE)
+    layout = layout_of(config)(config, entries)
+    recipes = _recipes(layout, entries, ckpt_dir)
+    plain, mixed, inline = declare(_declared(layout, entries), config.quantization)
+    start = time.monotonic()
+    groups = list(_groups(recipes))
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    fingerprint = hashlib.sha256(
+        repr([(r.outputs, r.sources, ckpt_dir.stat().st_mtime_ns) for r in recipes]).encode()
+    ).hexdigest()
+    total = sum(recipe.outputs[0].nbytes for recipe in recipes)
+    with (
+        resumable_directory(out_dir, fingerprint, "checkpoint directory") as partial,
+        progress("export", total, "bytes") as bar,
+    ):
+        first = 0
+        for name, group in zip(names, groups, strict=True):
+            tasks = split_tasks(group)
+            with OutputFile(partial.work / name, [recipe.outputs[0] for recipe in group]) as file:
+                run_tasks(
+                    tasks, partial, file, operations={}, workers=workers, bar=bar, first=first
+                )
+            first += len(tasks)
+        index = {
+            recipe.outputs[0].name: name
+            for name, group in zip(names, groups, strict=True)
+            for recipe in group
+        }
+        _write_rest(partial.work, layout, index, total, inline)
+        if mixed is not None:
+            _write_json(partial.work / "hf_quant_config.json", mixed)
+        _copy_tokenizer(ckpt_dir / TOKENIZER_DIR, partial.work)
+    count = len(index) + len(layout.constants)
+    seconds = time.monotonic() - start
+    return ExportReport(out_dir, plain, count, total, len(groups), seconds)
+
+
+def _format_of(wanted: Wanted, entries: Mapping[str, TensorEntry]) -> Format | None:
+    """The storage of a converted tensor, by the tensors beside it."""
+    weight = entries[wanted.target].dtype.name
+    scale = entries.get(target_name(wanted.target, formats.NVFP4.scales[0]))
+    if scale is None:
+        return None
+    if weight == "uint8":
+        return formats.NVFP4
+    blocks = target_shape(wanted, formats.FP8_BLOCK.scales[0])
+    one = (1,) if wanted.scale_owner else target_shape(wanted, formats.FP8.scales[0])
+    # A single block and a single scale look alike; the number of dimensions tells them apart.
+    return formats.FP8_BLOCK if scale.shape == blocks and len(blocks) > len(one) else formats.FP8
+
+
+def _recipes(layout: HfLayout, entries: Mapping[str, TensorEntry], ckpt_dir: Path) -> list[Recipe]:
+    findings = Findings([], [], {})
+    recipes: list[Recipe] = []
+    used: set[str] = set()
+    for wanted in layout.wanted:
+        if wanted.target not in entries:
+            findings.missing.append(wanted.target)
+            continue
+        format_ = _format_of(wanted, entries)
+        components = [formats.PLAIN] if format_ is None else list(format_.components)
+        if format_ is not None and format_.activation is not None:
+            name = target_name(wanted.target, format_.activation)
+            components += [format_.activation] if name in entries else []
+        for component in components:
+            name = target_name(wanted.target, component) if format_ else wanted.target
+            entry = entries.get(name)
+            if entry is None:
+                findings.missing.append(name)
+                continue
+            used.add(name)
+            recipes += _cut(wanted, component, entry, layout.disk_name)
+    findings.unexpected = sorted(entries.keys() - used)
+    findings.raise_if_any(str(ckpt_dir))
+    return recipes
+
+
+def _cut(
+    wanted: Wanted, component: Component, entry: TensorEntry, disk_name: Callable[[str], str]
+) -> Iterator[Recipe]:
+    """One recipe per part: a slice of the joined tensor under the part's own name."""
+    if component.kind == "scalar" and wanted.scale_owner is not None:
+        name = disk_name(f"{wanted.scale_owner}.{component.suffix}")
+        yield Recipe((Output(name, entry.dtype, entry.shape),), (entry,))
+        return
+    position = entry.offset
+    for part in wanted.parts:
+        shape = part.shape
+        if component is not formats.PLAIN:
+            shape = (*part.shape[:-2], *component.shape(*part.shape[-2:]))
+        name = disk_name(_name(part, component))
+        piece = replace(entry, shape=shape, offset=position)
+        position += entry.dtype.nbytes(math.prod(shape))
+        yield Recipe((Output(name, entry.dtype, shape),), (piece,))
+    if position != entry.offset + entry.nbytes:
+        raise InputError(
+            "a tensor of the checkpoint has another size than its parts together",
+            where=f"{entry.file}: {entry.name}",
+            expected=f"{position - entry.offset} bytes",
+            found=f"{entry.nbytes} bytes",
+        )
+
+
+def _name(part: Part, component: Component) -> str:
+    if component.suffix == "weight":
+        return part.name
+    return f"{module_of(part)}.{component.suffix}"
+
+
+def _declared(
+    layout: HfLayout, entries: Mapping[str, TensorEntry]
+) -> dict[str, tuple[str, int | None] | None]:
+    """Module name on disk -> (algorithm, group size), None for a plain matrix."""
+    modules: dict[str, tuple[str, int | None] | None] = {}
+    for wanted in layout.wanted:
+        if wanted.quantize is None and wanted.scale_owner is None:
+            continue
+        format_ = _format_of(wanted, entries)
+        storage = None
+        if format_ is not None:
+            name = format_.algorithm
+            if format_.algorithm == "NVFP4" and format_.activation is not None:
+                calibrated = target_name(wanted.target, format_.activation) in entries
+                name = "NVFP4" if calibrated or wanted.scale_owner else "W4A16_NVFP4"
+            storage = (name, format_.group_size)
+        modules[layout.disk_name(_declared_module(wanted))] = storage
+    return modules
+
+
+def _declared_module(wanted: Wanted) -> str:
+    """Experts are declared together, other matrices by their own name."""
+    if wanted.scale_owner is not None:
+        return wanted.scale_owner
+    module = module_of(wanted.parts[0])
+    return f"{module.partition('.experts.')[0]}.experts" if wanted.matrices else module
+
+
+def _groups(recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
+    """Recipes per file; within a file wide elements first, so that all are aligned."""
+    group: list[Recipe] = []
+    size = 0
+    for recipe in recipes:
+        nbytes = recipe.outputs[0].nbytes
+        if group and size + nbytes > _FILE_BYTES:
+            yield sorted(group, key=lambda r: -r.outputs[0].dtype.bits)
+            group, size = [], 0
+        group.append(recipe)
+        size += nbytes
+    if group:
+        yield sorted(group, key=lambda r: -r.outputs[0].dtype.bits)
+
+
+def _write_rest(
+    work: Path, layout: HfLayout, index: dict[str, str], total: int, inline: dict[str, Any] | None
+) -> None:
+    if layout.constants:
+        save_file(dict(layout.constants), work / _CONSTANTS_FILE, metadata={"format": "pt"})
+        (work / _CONSTANTS_FILE).chmod(0o644)
+        index = index | dict.fromkeys(layout.constants, _CONSTANTS_FILE)
+    config = layout.config if inline is None else {**layout.config, "quantization_config": inline}
+    _write_json(work / "config.json", config)
+    _write_json(work / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    if source.is_dir():
+        for path in sorted(source.iterdir()):
+            shutil.copyfile(path, target / path.name)

@@ -1,0 +1,158 @@
+"""Exported checkpoints convert back to the very bytes, and other readers understand them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters.checkpoint.config import QUANT_FILE, WEIGHTS_FILE
+from converters.checkpoint.convert import convert
+from converters.checkpoint.export_hf import export_hf
+from plugins.support.errors import InputError, UsageError
+from tests.fixtures.qwen38_deterministic import (
+    GOLDEN_ARGMAX,
+    GOLDEN_LAST_LOGITS,
+    GOLDEN_PROMPT,
+    write_deterministic,
+)
+from tests.fixtures.qwen38_quantized import LAYOUTS
+
+
+def assert_round_trip(ckpt: Path, directory: Path) -> Path:
+    """Export, convert the export, compare; the exported directory."""
+    report = export_hf(ckpt, directory / "exported")
+    again = directory / "again"
+    converted = convert(directory / "exported", again)
+    assert (again / WEIGHTS_FILE).read_bytes() == (ckpt / WEIGHTS_FILE).read_bytes()
+    mixed = (ckpt / QUANT_FILE).exists()
+    assert (again / QUANT_FILE).exists() == mixed
+    if mixed:
+        assert (again / QUANT_FILE).read_bytes() == (ckpt / QUANT_FILE).read_bytes()
+    # What the export declares is what its tensors are.
+    assert not converted.plan.notes
+    assert report.as_dict()["tensors"] == len(names(directory / "exported"))
+    return directory / "exported"
+
+
+def names(directory: Path) -> dict[str, str]:
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    weight_map: dict[str, str] = index["weight_map"]
+    return weight_map
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_quantised_layouts_come_back(name: str, tmp_path: Path):
+    source = LAYOUTS[name]().write(tmp_path / "hf")
+    convert(source, tmp_path / "ckpt")
+    assert_round_trip(tmp_path / "ckpt", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "declared"),
+    [("nvfp4", "W4A16_NVFP4"), ("fp8", "FP8"), ("fp8-block", None)],
+)
+def test_what_was_quantised_here_comes_back(tmp_path: Path, algorithm: str, declared: str | None):
+    source = write_deterministic(
+        tmp_path / "hf", dtype=torch.bfloat16, vision=False, moe_intermediate_size=48
+    )
+    convert(source, tmp_path / "ckpt", quantize=algorithm, only="all")
+    exported = assert_round_trip(tmp_path / "ckpt", tmp_path)
+    inline = json.loads((exported / "config.json").read_text())["quantization_config"]
+    separate = exported / "hf_quant_config.json"
+    assert separate.exists() == (declared is not None)
+    if declared is None:
+        assert inline["weight_block_size"] == [128, 128]
+        return
+    content = json.loads(separate.read_text())
+    assert content["quantization"]["quant_algo"] == declared
+    # Keys that a reader demands even where they say nothing.
+    assert {"group_size", "kv_cache_quant_algo", "exclude_modules"} <= content[
+        "quantization"
+    ].keys()
+    assert "mtp.layers.0.mlp.experts" in content["quantization"]["exclude_modules"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export = pytest.importorskip("modelopt.torch.export.convert_hf_config")
+    expected: dict[str, Any] = export.convert_hf_quant_config_format(content)
+    for key in ("config_groups", "ignore", "quant_algo", "producer"):
+        assert inline[key] == expected[key], key
+
+
+def test_each_expert_has_model_optimizer_s_tensors(tmp_path: Path):
+    source = LAYOUTS["nvidia"]().write(tmp_path / "hf")
+    convert(source, tmp_path / "ckpt")
+    exported = assert_round_trip(tmp_path / "ckpt", tmp_path)
+    files = names(exported)
+    tensors = load_file(exported / files["lm_head.weight"])
+    expert = "model.layers.2.mlp.experts.5.up_proj"
+    found = {n.removeprefix(f"{expert}."): t for n, t in tensors.items() if n.startswith(expert)}
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in found.items()} == {
+        "weight": (torch.uint8, (48, 32)),
+        "weight_scale": (torch.float8_e4m3fn, (48, 4)),
+        "weight_scale_2": (torch.float32, ()),
+        "input_scale": (torch.float32, ()),
+    }
+    assert "mtp.layers.0.mlp.experts.5.up_proj.weight_scale_inv" in files
+    layers = json.loads((exported / "hf_quant_config.json").read_text())["quantization"]
+    assert layers["quant_algo"] == "MIXED_PRECISION"
+    assert layers["quantized_layers"]["mtp.layers.0.mlp.experts"] == {
+        "quant_algo": "FP8_PB_WO",
+        "group_size": 128,
+    }
+    table = "model.layers.1.ple.ple_embedding.ngram_embedding"
+    assert layers["quantized_layers"][table] == {"quant_algo": "FP8"}
+
+
+@torch.no_grad()
+def test_plain_export_runs_under_transformers(deterministic_checkpoint: Path, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    convert(deterministic_checkpoint, tmp_path / "ckpt")
+    exported = assert_round_trip(tmp_path / "ckpt", tmp_path)
+    model, report = transformers.Qwen4ExpForCausalLM.from_pretrained(
+        exported, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    logits = model.eval()(input_ids=torch.tensor([GOLDEN_PROMPT])).logits[0, -1]
+    torch.testing.assert_close(logits[:6], torch.tensor(GOLDEN_LAST_LOGITS), atol=5e-6, rtol=0)
+    assert int(logits.argmax()) == GOLDEN_ARGMAX
+
+
+def test_tokenizer_files_go_along(trained_checkpoint: Path, tmp_path: Path):
+    convert(trained_checkpoint, tmp_path / "ckpt")
+    exported = assert_round_trip(tmp_path / "ckpt", tmp_path)
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (exported / name).read_bytes() == (trained_checkpoint / name).read_bytes()
+
+
+def test_large_checkpoints_are_cut_in_files(
+    deterministic_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("converters.checkpoint.export_hf._FILE_BYTES", 500_000)
+    convert(deterministic_checkpoint, tmp_path / "ckpt")
+    exported = assert_round_trip(tmp_path / "ckpt", tmp_path)
+    assert len(set(names(exported).values())) > 10
+
+
+def test_wrong_exports_leave_nothing(deterministic_checkpoint: Path, tmp_path: Path):
+    ckpt = tmp_path / "ckpt"
+    convert(deterministic_checkpoint, ckpt)
+    with pytest.raises(UsageError, match="same directory"):
+        export_hf(ckpt, ckpt)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    with pytest.raises(UsageError, match="already exists"):
+        export_hf(ckpt, tmp_path / "there")
+    tensors = load_file(ckpt / WEIGHTS_FILE)
+    tensors["stray"] = tensors.pop("lm_head.weight")
+    save_file(tensors, ckpt / WEIGHTS_FILE)
+    with pytest.raises(InputError, match="2 tensors") as caught:
+        export_hf(ckpt, tmp_path / "out")
+    assert "missing: lm_head.weight" in str(caught.value)
+    assert "unexpected: stray" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "there"]
