@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -155,6 +159,10 @@ def convolution(call: Call) -> Bound:
     before, after = list(call.attribute("before")), list(call.attribute("after"))
     groups = int(call.attribute("groups"))
     arguments = (0, 1, 2) if call.has(2) else (0, 1)
+    # float32 is meant as such; cuDNN would round it to TF32 unless told otherwise.
+    exact: Callable[[], AbstractContextManager[None]] = nullcontext
+    if call.device.type == "cuda":
+        exact = partial(torch.backends.cudnn.flags, enabled=True, allow_tf32=False)
 
     def run(
         x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None = None
@@ -163,7 +171,8 @@ def convolution(call: Call) -> Bound:
         if before != after:
             pads = [p for pair in zip(reversed(before), reversed(after), strict=True) for p in pair]
             x, padding = F.pad(x, pads), [0] * len(before)
-        result = function(x, kernel, bias, stride, padding, dilation, groups)
+        with exact():
+            result = function(x, kernel, bias, stride, padding, dilation, groups)
         assert isinstance(result, torch.Tensor)
         return result
 
