@@ -123,6 +123,11 @@ class _Facts:
         return self.engine.build_config.max_seq_len if self.engine else ECHO_CONTEXT
 
     @property
+    def max_prompt(self) -> int:
+        longest = self.engine.build_config.max_input_len if self.engine else self.max_context
+        return min(longest, self.max_context)
+
+    @property
     def vocab_size(self) -> int:
         return self.engine.vocab_size if self.engine else self.tokenizer.vocab_size
 
@@ -221,6 +226,7 @@ def _configs(
     }
     front_end = {
         "max_context": facts.max_context,
+        "max_prompt": facts.max_prompt,
         "vocab_size": facts.vocab_size,
         "end_ids": facts.end_ids,
         "exclude_input_in_output": options.exclude_input_in_output,

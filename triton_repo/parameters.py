@@ -43,6 +43,7 @@ class FrontEndParameters(CommonParameters):
 
     Attributes:
         max_context: context length in tokens.
+        max_prompt: longest prompt in tokens.
         vocab_size: ids below it are accepted.
         end_ids: JSON list of ids that end a sequence.
         exclude_input_in_output: whether answers leave the prompt out unless the request says.
@@ -56,6 +57,7 @@ class FrontEndParameters(CommonParameters):
     """
 
     max_context: int = Field(ge=1)
+    max_prompt: int = Field(ge=1)
     vocab_size: int = Field(ge=1)
     end_ids: Json[list[int]]
     exclude_input_in_output: bool
@@ -148,6 +150,7 @@ def open_front_end(parameters: FrontEndParameters, directory: Path) -> FrontEnd:
     return FrontEnd(
         tokenizer=tokenizer,
         context=parameters.max_context,
+        max_prompt=parameters.max_prompt,
         vocab_size=parameters.vocab_size,
         end_ids=tuple(parameters.end_ids),
         defaults=parameters.request_defaults,

@@ -34,6 +34,7 @@ READY_POLL_S = 0.05
 # At the end no model is loaded; the server only waits this long for idle connections to close.
 SERVER_EXIT_TIMEOUT_S = 2
 UNLOAD_TIMEOUT_S = 5.0
+WATCH_INTERVAL_S = 0.5
 _KEY_HEADER = "launcher-key"
 # The first request may have to wait for kernels to be compiled.
 PROBE_TIMEOUT_S = 300.0
@@ -109,6 +110,18 @@ class TritonServer:
         """Everything the server has logged so far."""
         return "" if self._log is None else self._log.read_text(errors="replace")
 
+    def model_processes(self) -> int:
+        """How many processes of Python models run; a crashed one stays away for good, while the
+        server goes on calling itself ready.
+        """
+        count = 0
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                # The parent's id is the second field after the name in parentheses.
+                fields = status.read_text().rpartition(")")[2].split()
+                count += fields[1] == str(self.pid) and fields[0] != "Z"
+        return count
+
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
@@ -124,6 +137,7 @@ class TritonServer:
         if not self.repository.is_dir():
             raise InputError("the model repository does not exist", where=str(self.repository))
         installation = find_installation()
+        check_shared_memory(len(list(self.repository.glob("*/1/model.py"))))
         self.ports = _choose_ports(self.host, self.ports)
         self._work = Path(tempfile.mkdtemp(prefix="build-engine-serve-"))
         self._log = self.log_file or self._work / "server.log"
@@ -319,7 +333,7 @@ def serve(
     """Serve `repository` until SIGINT or SIGTERM, then drain and stop.
 
     Must be called from the main thread. Raises what `TritonServer.start` raises, and InputError
-    when the server ends on its own.
+    when the server, or the process of a model, ends on its own.
     """
     server = TritonServer(repository, host, ports or Ports(), log_file, grace_s)
     ready, asked_to_stop = threading.Event(), threading.Event()
@@ -334,11 +348,19 @@ def serve(
     try:
         server.start(ready_timeout_s, probe)
         ready.set()
+        processes = server.model_processes()
         if on_ready is not None:
             on_ready(server)
-        while not asked_to_stop.wait(0.5):
+        while not asked_to_stop.wait(WATCH_INTERVAL_S):
             if not server.alive():
                 raise InputError("the server ended by itself", found=_tail(server.log_text()))
+            if server.model_processes() < processes:
+                raise InputError(
+                    "the process of a model has died",
+                    where=str(repository),
+                    found=_tail(server.log_text()),
+                    fix="start the server again",
+                )
     finally:
         server.stop()
         for number, handler in previous.items():

@@ -103,8 +103,8 @@ def test_an_existing_directory_is_not_touched(tmp_path: Path) -> None:
 BREAK: dict[str, Callable[[Path], None]] = {
     "decoupled differs": lambda r: _edit(r, "tensorrt_llm_bls", "decoupled: true", ""),
     "exactly one instance": lambda r: _edit(r, "postprocessing", "count: 1", "count: 4"),
-    "place-holder": lambda r: _edit(r, "preprocessing", '"32768"', '"${max_context}"'),
-    "max_context": lambda r: _edit(r, "preprocessing", '"32768"', '"-1"'),
+    "place-holder": lambda r: _edit(r, "preprocessing", '"32768"', '"${max_context}"', 1),
+    "max_context": lambda r: _edit(r, "preprocessing", '"32768"', '"-1"', 1),
     "repository_format": lambda r: _edit(
         r, "postprocessing", 'key: "repository_format"', 'key: "other"'
     ),

@@ -184,3 +184,11 @@ def test_a_full_context_leaves_no_room_for_output() -> None:
     with pytest.raises(UsageError, match="no room"):
         Prompt([1, 2, 3, 4]).check_length(limits)
     Prompt([1, 2, 3, 4]).check_length(Limits(4, output=0))
+
+
+def test_the_longest_prompt_may_be_shorter_than_the_context() -> None:
+    limits = Limits(10, output=2, prompt=4)
+    assert truncation_slice(9, -1, "left", "right", limits) == slice(5, 9)
+    Prompt([1] * 4).check_length(limits)
+    with pytest.raises(UsageError, match="at most 4 tokens"):
+        Prompt([1] * 5).check_length(limits)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +208,82 @@ def test_ports_in_use_are_named(echo_server: TritonServer, echo_repository: Path
 def test_a_missing_repository(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         TritonServer(tmp_path / "none").start(5)
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from plugins.support.errors import ToolchainError
+from triton_repo.server import Ports, serve
+
+def ready(server):
+    print(server.pid, server.ports.http, server.ports.grpc, server.ports.metrics, flush=True)
+
+try:
+    serve(Path(sys.argv[1]), ports=Ports(0, 0, 0), on_ready=ready, grace_s=0.2)
+except ToolchainError as error:
+    sys.exit(f"error: {error.what}")
+print("stopped", flush=True)
+"""
+
+
+@pytest.fixture
+def launcher(echo_repository: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(echo_repository)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def ready_server(launcher: subprocess.Popen[str], repository: Path) -> tuple[int, TritonServer]:
+    assert launcher.stdout is not None
+    pid, *ports = (int(word) for word in launcher.stdout.readline().split())
+    return pid, TritonServer(repository, ports=Ports(*ports))
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}/fd").exists() or not os.listdir(f"/proc/{pid}/fd")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_until_told_to_stop(
+    launcher: subprocess.Popen[str], echo_repository: Path, number: int
+) -> None:
+    pid, server = ready_server(launcher, echo_repository)
+    with grpc_stream(server, LONG) as stream:
+        stream.next()
+        launcher.send_signal(number)
+        out, err = launcher.communicate(timeout=20)
+        assert stream.collect()[-1].as_numpy("finish_reason").reshape(-1)[0] == b"cancelled"
+    assert (launcher.returncode, out, err) == (0, "stopped\n", "")
+    assert gone(pid)
+
+
+def test_a_killed_launcher_leaves_no_server(
+    launcher: subprocess.Popen[str], echo_repository: Path
+) -> None:
+    pid, _ = ready_server(launcher, echo_repository)
+    launcher.kill()
+    launcher.wait()
+    assert wait_for(lambda: gone(pid), 20)
+
+
+def test_a_dead_model_process_ends_serve(
+    launcher: subprocess.Popen[str], echo_repository: Path
+) -> None:
+    pid, _ = ready_server(launcher, echo_repository)
+    stub = next(
+        int(stat.parent.name)
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if stat.read_text().rpartition(")")[2].split()[1] == str(pid)
+    )
+    os.kill(stub, signal.SIGKILL)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "the process of a model has died" in err
+    assert gone(pid)

@@ -32,10 +32,12 @@ class Limits:
     Attributes:
         context: the context length; None when unknown.
         output: tokens the request may generate; 0 for pooling, None for "as many as fit".
+        prompt: longest prompt, where that is less than the context; None for no such limit.
     """
 
     context: int | None
     output: int | None = 0
+    prompt: int | None = None
 
     def __post_init__(self) -> None:
         if self.context is not None and self.output is not None and self.output > self.context:
@@ -48,10 +50,13 @@ class Limits:
 
     @property
     def open_truncation(self) -> int | None:
-        """What a truncation of -1 keeps: the context, less one position when output follows."""
+        """What a truncation of -1 keeps: the context, less one position when output follows, and
+        no more than the longest prompt.
+        """
         if self.context is None:
-            return None
-        return self.context if self.output == 0 else max(self.context - 1, 0)
+            return self.prompt
+        keep = self.context if self.output == 0 else max(self.context - 1, 0)
+        return keep if self.prompt is None else min(keep, self.prompt)
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,14 @@ class Prompt:
         return Prompt([*self.ids, *[pad_id] * missing], arrays, self.real_length)
 
     def check_length(self, limits: Limits) -> None:
-        """Raise UsageError when the prompt is longer than the context, or leaves no output."""
+        """Raise UsageError when the prompt is longer than allowed, or leaves no room for output."""
+        if limits.prompt is not None and self.real_length > limits.prompt:
+            raise problem(
+                "text_input",
+                "the prompt is too long",
+                expected=f"at most {limits.prompt} tokens",
+                found=f"{self.real_length} tokens",
+            )
         if limits.context is None:
             return
         if len(self.ids) > limits.context:

@@ -47,6 +47,7 @@ class FrontEnd:
     Attributes:
         tokenizer: the model's tokenizer.
         context: context length in tokens; None when unknown.
+        max_prompt: longest prompt in tokens, where that is less than the context.
         vocab_size: ids the engine accepts are below it.
         end_ids: ids that end a sequence unless the request says otherwise.
         defaults: request fields that hold when a request does not set them.
@@ -59,6 +60,7 @@ class FrontEnd:
     context: int | None
     vocab_size: int
     end_ids: tuple[int, ...] = ()
+    max_prompt: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     chat_template: chat.ChatTemplate | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -181,7 +183,8 @@ def _options(row: Row, server: FrontEnd) -> tuple[str, Limits, TokenizeOptions]:
             "min_tokens", "is larger than max_tokens", expected=f"<= {max_tokens}",
             found=row["min_tokens"],
         )  # fmt: skip
-    limits = Limits(server.context, max_tokens if task == "generate" else 0)
+    output = max_tokens if task == "generate" else 0
+    limits = Limits(server.context, output, server.max_prompt)
     max_length = row.get("max_length")
     if max_length is not None and max_length < 1:
         raise problem("max_length", "is out of range", expected=">= 1", found=max_length)

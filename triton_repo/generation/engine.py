@@ -7,12 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plugins.support.errors import CapabilityError
+from plugins.support.errors import CapabilityError, UsageError
 from runtime.engine import Engine
 from runtime.requests import Timings
 from runtime.session import GenerationHandle, GenerationRequest, SamplingParams, Session
 from triton_repo.frontend.problems import problem
 from triton_repo.generation.base import Deliver, GenerationCall, GenerationEvent
+
+CLIENT_NAMES = {
+    "prompt_ids": "input_ids",
+    "max_new_tokens": "request_output_len",
+    "end_ids": "end_id",
+    "stop_ids": "stop_words_list",
+    "bad_ids": "bad_words_list",
+}
 
 
 class EngineGenerator:
@@ -30,16 +38,20 @@ class EngineGenerator:
             raise CapabilityError(
                 "this engine takes text only", where=f"{call.media[0].modality}_url"
             )
-        handle = self._session.submit(
-            GenerationRequest(
-                prompt_ids=call.prompt_ids,
-                max_new_tokens=call.max_tokens,
-                sampling=_sampling(call),
-                end_ids=call.end_ids,
-                stop_ids=call.stop_ids,
-                bad_ids=call.bad_ids,
-            )
+        request = GenerationRequest(
+            prompt_ids=call.prompt_ids,
+            max_new_tokens=call.max_tokens,
+            sampling=_sampling(call),
+            end_ids=call.end_ids,
+            stop_ids=call.stop_ids,
+            bad_ids=call.bad_ids,
         )
+        try:
+            handle = self._session.submit(request)
+        except UsageError as error:
+            # The names that a client of this model knows.
+            error.where = CLIENT_NAMES.get(error.where or "", error.where)
+            raise
         threading.Thread(
             target=_pump, args=(handle, deliver), name="generation", daemon=True
         ).start()
