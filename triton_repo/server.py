@@ -33,7 +33,10 @@ SHARED_MEMORY_PER_INSTANCE = 1 << 20
 READY_POLL_S = 0.05
 # At the end no model is loaded; the server only waits this long for idle connections to close.
 SERVER_EXIT_TIMEOUT_S = 2
-UNLOAD_TIMEOUT_S = 5.0
+# A client that keeps its gRPC stream open keeps the model of its last request loaded. By then every
+# generation has ended, so that what is left after these times may be killed.
+UNLOAD_TIMEOUT_S = 2.5
+KILL_AFTER_S = SERVER_EXIT_TIMEOUT_S + 1.5
 WATCH_INTERVAL_S = 0.5
 _KEY_HEADER = "launcher-key"
 # The first request may have to wait for kernels to be compiled.
@@ -203,7 +206,7 @@ class TritonServer:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
-            clean = process.wait(timeout=SERVER_EXIT_TIMEOUT_S + 5.0) == 0
+            clean = process.wait(timeout=KILL_AFTER_S) == 0
         except subprocess.TimeoutExpired:
             clean = False
         # Also ends stubs that a crashed server left behind: they share its session's group.
