@@ -175,13 +175,12 @@ def compile_kernel(
         },
     )
     _refuse_unlaunchable(spec, compiled.metadata)
-    parameters = tuple(spec.function.arg_names[: len(spec.tensors) + len(spec.scalars)])
-    ptx = strip_scratch(compiled.asm["ptx"], spec.name, len(parameters))
+    ptx = strip_scratch(compiled.asm["ptx"], spec.name, len(spec.parameters))
     return CompiledKernel(
         name=compiled.metadata.name,
         ptx=ptx,
         capability=capability,
-        parameters=parameters,
+        parameters=spec.parameters,
         threads=32 * compiled.metadata.num_warps,
         shared_bytes=compiled.metadata.shared,
         digest=hashlib.sha256(ptx.encode()).hexdigest(),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugins.aot.compile import CompiledKernel
 from plugins.aot.spec import KernelSpec
-from plugins.support.errors import CapabilityError, ToolchainError
+from plugins.support.errors import CapabilityError, InputError, ToolchainError
 
 
 def _driver() -> Any:
@@ -109,7 +109,18 @@ class LoadedKernel:
         values: Mapping[str, int],
         overlap: bool = False,
     ) -> None:
-        """Launch with the grid and the argument order of `spec`."""
+        """Launch with the grid and the argument order of `spec`.
+
+        Raises InputError when the kernel was compiled for other arguments.
+        """
+        if self.kernel.parameters != spec.parameters:
+            raise InputError(
+                "a kernel was compiled from another version of its source",
+                where=self.kernel.name,
+                expected=", ".join(spec.parameters),
+                found=", ".join(self.kernel.parameters),
+                fix="compile it again",
+            )
         grid = spec.grid(values)
         if all(extent > 0 for extent in grid):
             self.launch(grid, spec.arguments(tensors, values), overlap)

@@ -64,9 +64,7 @@ def _bind(operation: Operation, given: tuple[Any, ...]) -> tuple[dict[str, Any],
     """Split positional arguments in tensor descriptors and attributes, both by name."""
     names = [argument.name for argument in operation.arguments().inputs]
     tensors = dict(zip(names, given, strict=False))
-    attributes = dict(
-        zip(operation.attributes, given[len(names) : len(names) + len(operation.attributes)])
-    )
+    attributes = dict(zip(operation.attributes, given[len(names) :], strict=False))
     return tensors, attributes
 
 
@@ -76,7 +74,7 @@ def describe(trtp: Any, operation: Operation) -> Callable[..., Any]:
     Outputs that alias an input are that input; the others have the element types of the spec.
     """
     count = len(operation.arguments().outputs)
-    returns = tuple[(trtp.TensorDesc,) * count]  # type: ignore[misc]
+    returns: Any = tuple.__class_getitem__((trtp.TensorDesc,) * count)
 
     def outputs(*given: Any) -> tuple[Any, ...]:
         tensors, attributes = _bind(operation, given)

@@ -6,6 +6,7 @@ interpreter on a CPU, and compiled ahead of time for TensorRT.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,8 +58,7 @@ class KernelSpec:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        declared = [a.name for a in self.inputs] + list(self.scalars)
-        declared += [a.name for a in self.outputs] + list(self.constants)
+        declared = [*self.parameters, *self.constants]
         names = list(self.function.arg_names)
         if declared != names:
             raise UsageError(
@@ -72,6 +72,23 @@ class KernelSpec:
     def tensors(self) -> tuple[Argument, ...]:
         """All tensor arguments, inputs first."""
         return self.inputs + self.outputs
+
+    @property
+    def key(self) -> str:
+        """Name and a short hash of everything that the compiled kernel depends on."""
+        parts = [self.name, self.warps, self.registers]
+        parts += [(a.name, a.dtype) for a in self.tensors]
+        parts += [(name, str(value)) for name, value in self.constants.items()]
+        return f"{self.name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the run-time arguments in order."""
+        return (
+            *(a.name for a in self.inputs),
+            *self.scalars,
+            *(a.name for a in self.outputs),
+        )
 
     def arguments(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, int]

@@ -15,43 +15,63 @@ import torch
 import triton
 from torch import Tensor
 
+from plugins.aot.spec import KernelSpec
 from plugins.qsa import plan
 from plugins.qsa.plan import Geometry, Rotary, Tiles
 from plugins.support.dtypes import BY_TORCH
 from plugins.support.errors import UsageError
 
-# The longest row that one program selects from; longer rows are cut into chunks.
-SELECT_CHUNK = 8192
+# The longest row that one program selects from, and the chunks that longer rows are cut into.
+SELECT_WHOLE = 8192
+SELECT_CHUNK = 4096
+# Queries of a slot that one program scores together.
+SCORE_ROWS = 32
+# Multiprocessors of the GPU that the tiles were chosen on.
+PROCESSORS = 132
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How decode attention is cut: tiles and splits per row and key head."""
+    """How decode attention is cut.
+
+    Attributes:
+        tiles: columns per step, warps, stages.
+        splits: runs of columns per row and key head; their sum is a second kernel.
+        once: one tile per program and no loop; `splits` follows from the tile.
+    """
 
     tiles: Tiles
     splits: int
+    once: bool = False
 
 
-def decode_plan(g: Geometry, rows: int, processors: int = 132) -> DecodePlan:
+def decode_plan(g: Geometry, rows: int, processors: int = PROCESSORS) -> DecodePlan:
     """Tiles and splits for `rows` query rows on a GPU with `processors` multiprocessors."""
     programs = rows * g.kv_heads
     columns = g.blocks * g.ratio
+    if programs <= 4 and not g.fp8:
+        return DecodePlan(Tiles(32, 4, 1), plan.once_splits(g, 32), once=True)
+    # e4m3 needs two programs per multiprocessor to convert as fast as memory delivers.
+    wave = (2 if g.fp8 else 1) * processors
     splits = 1
-    while programs * splits * 2 <= 2 * processors and columns // (splits * 2) >= 32:
+    while programs * splits * 2 <= wave and columns >= splits * 2 * 64:
         splits *= 2
-    return DecodePlan(Tiles(32 if splits > 16 else 64, 4, 3), splits)
+    if programs * splits <= wave:
+        return DecodePlan(Tiles(64, 2, 3), splits)
+    few = g.fp8 or programs <= 2 * processors
+    return DecodePlan(Tiles(64 if few else 32, 2, 2), splits)
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
     """How prefill attention is cut: queries per tile, tiles for shared and for single walks."""
 
-    rows: int = 4
-    together: Tiles = Tiles(32, 4, 2)
-    apart: Tiles = Tiles(64, 2, 2)
+    rows: int
+    together: Tiles
+    apart: Tiles
 
 
-PREFILL = PrefillPlan()
+PREFILL = PrefillPlan(4, together=Tiles(32, 4, 2), apart=Tiles(64, 2, 2))
 
 
 def _with_cache(g: Geometry, cache: Tensor) -> Geometry:
@@ -66,6 +86,13 @@ def _with_cache(g: Geometry, cache: Tensor) -> Geometry:
     return replace(g, cache_dtype=name)
 
 
+def score_tiles(batch: int, steps: int, count: int) -> int:
+    """Tiles of 64 block keys per program: one while there are too few to fill a GPU."""
+    if steps > 16:
+        return 16
+    return 4 if batch * count >= 2048 * 64 else 1
+
+
 def score(
     g: Geometry, index_query: Tensor, index_keys: Tensor, past: Tensor, new: Tensor
 ) -> Tensor:
@@ -76,9 +103,8 @@ def score(
     batch, _, steps, _ = index_query.shape
     count = index_keys.shape[1]
     scores = torch.empty((batch, steps, count), dtype=torch.float32, device=index_query.device)
-    decode = steps <= 16
-    spec = plan.score_blocks(g, min(steps, 16), Tiles(128 if decode else 64, 4, 3))
-    tiles = max(1, min(8, batch * count // (128 * 1024)))
+    spec = plan.score_blocks(g, min(steps, SCORE_ROWS), Tiles(64, 4, 3))
+    tiles = score_tiles(batch, steps, count)
     spec.launch(
         {
             "index_query": index_query,
@@ -92,6 +118,11 @@ def score(
     return scores
 
 
+def select_warps(width: int) -> int:
+    """Warps for selecting among `width` elements: 16 elements per thread, within reason."""
+    return max(1, min(16, triton.next_power_of_2(width) // 512))
+
+
 def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
     """Ids of the best visible blocks, int32 [B, S, K], ascending, -1 behind the last.
 
@@ -101,17 +132,19 @@ def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
     rows = batch * steps
     call = {"scores": scores, "past": past, "new": new}
     ids = torch.empty((batch, steps, g.blocks), dtype=torch.int32, device=scores.device)
-    if count <= SELECT_CHUNK:
+    if count <= SELECT_WHOLE:
         chunk = max(32, g.blocks, triton.next_power_of_2(count))
-        spec = plan.select_row(g, chunk, warps=max(1, min(16, chunk // 512)))
+        spec = plan.select_row(g, chunk, warps=select_warps(chunk))
         spec.launch({**call, "ids": ids}, {"S": steps, "NB": count, "rows": rows})
         return ids
-    chunks = triton.cdiv(count, SELECT_CHUNK)
+    chunk = max(SELECT_CHUNK, g.blocks)
+    chunks = triton.cdiv(count, chunk)
     candidates = torch.empty((rows, chunks, g.blocks), dtype=torch.int32, device=scores.device)
-    plan.select_chunk(g, SELECT_CHUNK, warps=16).launch(
-        {**call, "candidates": candidates}, {"S": steps, "NB": count, "chunks": chunks, "rows": rows}
+    plan.select_chunk(g, chunk, warps=select_warps(chunk)).launch(
+        {**call, "candidates": candidates},
+        {"S": steps, "NB": count, "chunks": chunks, "rows": rows},
     )
-    plan.select_among(g, chunks, warps=min(16, max(4, 2 * chunks))).launch(
+    plan.select_among(g, chunks, warps=select_warps(chunks * g.blocks)).launch(
         {"scores": scores, "candidates": candidates, "ids": ids},
         {"NB": count, "width": chunks * g.blocks, "rows": rows},
     )
@@ -167,17 +200,31 @@ def attend_decode(
     tensors["partial_lse"] = torch.empty(
         (how.splits, rows, heads), dtype=torch.float32, device=device
     )
-    plan.attend_split(g, how.tiles).launch(tensors, values)
+    decode_partial(g, how).launch(tensors, values)
     plan.merge_splits(g, how.splits, interleaved).launch(tensors, values)
     return out
+
+
+def decode_partial(g: Geometry, how: DecodePlan, overlap: bool = False) -> KernelSpec:
+    """The kernel that computes the partial outputs of a split plan."""
+    if how.once:
+        return plan.attend_once(g, how.tiles.columns, how.tiles.warps, overlap)
+    return plan.attend_split(g, how.tiles, overlap)
 
 
 def unite(
     g: Geometry, blocks: Tensor, past: Tensor, new: Tensor, rows: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Union of the blocks of tiles of `rows` queries: counts [B, tiles], entries [B, tiles, rows * K].
+    """Union of the blocks of tiles of `rows` queries.
 
-    `count`: block keys per slot (NB). An entry is block id * 2^rows + one bit per query.
+    Args:
+        blocks: int32 [B, S, K].
+        rows: queries per tile.
+        count: block keys per slot (NB).
+
+    Returns:
+        int32 counts [B, tiles] and entries [B, tiles, rows * K]; an entry is block id * 2^rows
+        plus one bit per query that keeps it.
     """
     batch, steps, _ = blocks.shape
     tiles = triton.cdiv(steps, rows)
@@ -210,8 +257,14 @@ def attend_prefill(
     gate: Tensor,
     how: PrefillPlan | None = None,
 ) -> Tensor:
-    """The same as `attend_decode`, with neighbouring queries reading their blocks together."""
+    """The same as `attend_decode`, with neighbouring queries reading their blocks together.
+
+    Not over float8 caches: converting them costs more than reading them, so every query reads its
+    own blocks.
+    """
     g = _with_cache(g, key_cache)
+    if g.fp8 and how is None:
+        return attend_decode(g, query, key_cache, value_cache, blocks, past, new, gate)
     batch, heads, steps, width = query.shape
     how = how or PREFILL
     rows = how.rows

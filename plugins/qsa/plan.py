@@ -294,6 +294,28 @@ def unite_blocks(g: Geometry, rows: int, words: int = 2048) -> KernelSpec:
     )
 
 
+def _prefill_constants(
+    g: Geometry, rows: int, rows_at_once: int, tiles: Tiles, interleaved_gate: bool
+) -> dict[str, Any]:
+    return {
+        "K": g.blocks,
+        "RATIO": g.ratio,
+        "HQ": g.heads,
+        "HK": g.kv_heads,
+        "D": g.width,
+        "ROWS": rows,
+        "M": _power(rows_at_once * g.heads // g.kv_heads, 16),
+        "TOKENS": tiles.columns,
+        "TAIL": _power(rows_at_once + g.ratio - 1, 16),
+        "LIMIT": union_limit(g, rows),
+        "SCALE": g.width**-0.5 * g.k_scale,
+        "V_SCALE": g.v_scale,
+        **_gate_constants(g, interleaved_gate),
+        "DOT": dot_type(g),
+        "STAGES": tiles.stages,
+    }
+
+
 def attend_tile(g: Geometry, rows: int, tiles: Tiles, interleaved_gate: bool = False) -> KernelSpec:
     """Prefill attention of tiles of `rows` queries. Grid names: S, batch."""
     return KernelSpec(
@@ -310,23 +332,7 @@ def attend_tile(g: Geometry, rows: int, tiles: Tiles, interleaved_gate: bool = F
         ),
         scalars=("S", "C"),
         outputs=(Argument("out", g.dtype),),
-        constants={
-            "K": g.blocks,
-            "RATIO": g.ratio,
-            "HQ": g.heads,
-            "HK": g.kv_heads,
-            "D": g.width,
-            "ROWS": rows,
-            "M": _power(rows * g.heads // g.kv_heads, 16),
-            "TOKENS": tiles.columns,
-            "TAIL": _power(rows + g.ratio - 1, 16),
-            "LIMIT": union_limit(g, rows),
-            "SCALE": g.width**-0.5 * g.k_scale,
-            "V_SCALE": g.v_scale,
-            **_gate_constants(g, interleaved_gate),
-            "DOT": dot_type(g),
-            "STAGES": tiles.stages,
-        },
+        constants=_prefill_constants(g, rows, rows, tiles, interleaved_gate),
         grid=lambda v: (ceil_div(v["S"], rows), g.kv_heads, v["batch"]),
         warps=tiles.warps,
         registers=tiles.registers,
@@ -335,7 +341,7 @@ def attend_tile(g: Geometry, rows: int, tiles: Tiles, interleaved_gate: bool = F
 
 def union_limit(g: Geometry, rows: int) -> int:
     """Blocks in the union of `rows` queries up to which walking it together is faster."""
-    return max(g.blocks, rows * g.blocks * 9 // 16)
+    return max(g.blocks, rows * g.blocks * 5 // 8)
 
 
 def attend_apart(
@@ -355,14 +361,7 @@ def attend_apart(
         scalars=("S", "C"),
         outputs=(Argument("out", g.dtype),),
         aliases={"out": "together"},
-        constants={
-            "ROWS": rows,
-            "LIMIT": union_limit(g, rows),
-            **attention_constants(g, tiles),
-            **_gate_constants(g, interleaved_gate),
-            "DOT": dot_type(g),
-            "STAGES": tiles.stages,
-        },
+        constants=_prefill_constants(g, rows, 1, tiles, interleaved_gate),
         grid=lambda v: (v["rows"], g.kv_heads),
         warps=tiles.warps,
         registers=tiles.registers,

@@ -7,7 +7,7 @@ Long rows use select_chunk and select_among instead of select.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -58,8 +58,8 @@ def _operation(
     spec: Any,
     outputs: Any,
     values: Any,
-    extra: dict[str, type] | None = None,
-    example: dict[str, Any] | None = None,
+    extra: Mapping[str, type] | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> Operation:
     return Operation(
         id=f"{NAMESPACE}::{name}",
@@ -149,9 +149,7 @@ def _selections() -> list[Operation]:
         _operation(
             "select_chunk",
             lambda a: plan.select_chunk(_geometry(a), a["chunk"], a["warps"]),
-            lambda s, a: {
-                "candidates": (s["scores"][0], s["scores"][1], a["chunks"], a["blocks"])
-            },
+            lambda s, a: {"candidates": (s["scores"][0], s["scores"][1], a["chunks"], a["blocks"])},
             _scored,
             {"chunk": int, "chunks": int, "warps": int},
             {"chunk": 8192, "chunks": 8, "warps": 16},

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Decode attention over selected blocks: each query row reads its own blocks.
 
 The work of a row and a key head is cut into `splits` runs of columns; a column is one token of one
@@ -93,7 +94,7 @@ def _walk(
 @triton.jit
 def _halves(pair, DOT: tl.constexpr):
     """The two e4m3 values in 16-bit words, as DOT (exact): low byte, high byte."""
-    if DOT == tl.float16:
+    if DOT == tl.float16:  # noqa: SIM300
         # Two words at a time: gather the low and the high bytes, then convert both pairs.
         low, high = tl.inline_asm_elementwise(
             asm="""
@@ -297,66 +298,6 @@ def attend_split(
 
 
 @triton.jit
-def attend_row(
-    q,
-    k_cache,
-    v_cache,
-    blocks,
-    past,
-    new,
-    gate,
-    row,
-    kv_head,
-    S,
-    C,
-    out,
-    K: tl.constexpr,
-    RATIO: tl.constexpr,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SCALE: tl.constexpr,
-    V_SCALE: tl.constexpr,
-    FP8: tl.constexpr,
-    GATE_STRIDE: tl.constexpr,
-    GATE_OFFSET: tl.constexpr,
-    DOT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """All of one row and key head: attention, gate, store."""
-    GROUP: tl.constexpr = HQ // HK
-    heads = tl.arange(0, HEADS)
-    slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
-    last = position + 1 - (visible - kept) * RATIO
-    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
-    keys = k_cache + cache_at
-    values = v_cache + cache_at
-    mine = blocks + row.to(tl.int64) * K
-    at = row.to(tl.int64) * HQ + kv_head * GROUP + heads
-    if FP8:
-        even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
-        odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
-        even, odd, maximum, normalizer = _walk_fp8(
-            even_query, odd_query, mine, keys, values, 0, last, kept, visible, position,
-            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
-        )  # fmt: skip
-        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
-        _store_gated(out, gate, at, even, factor, 0, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
-        _store_gated(out, gate, at, odd, factor, 1, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
-    else:
-        low = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
-        high = _load_query(q, slot, step, S, kv_head * GROUP, D // 2, 1, HQ, GROUP, D, HEADS, DOT)
-        total, maximum, normalizer = _walk(
-            low, high, mine, keys, values, 0, last, kept, visible, position,
-            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
-        )  # fmt: skip
-        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
-        _store_gated(out, gate, at, total, factor, 0, 1, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
-
-
-@triton.jit
 def attend_whole(
     q,
     k_cache,
@@ -390,11 +331,34 @@ def attend_whole(
     """
     row = tl.program_id(0) // HK
     kv_head = tl.program_id(0) % HK
-    attend_row(
-        q, k_cache, v_cache, blocks, past, new, gate, row, kv_head, S, C, out,
-        K, RATIO, HQ, HK, D, HEADS, TOKENS, SCALE, V_SCALE, FP8, GATE_STRIDE, GATE_OFFSET,
-        DOT, STAGES,
-    )  # fmt: skip
+    GROUP: tl.constexpr = HQ // HK
+    heads = tl.arange(0, HEADS)
+    slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
+    last = position + 1 - (visible - kept) * RATIO
+    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
+    keys = k_cache + cache_at
+    values = v_cache + cache_at
+    mine = blocks + row.to(tl.int64) * K
+    at = row.to(tl.int64) * HQ + kv_head * GROUP + heads
+    if FP8:
+        even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
+        odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
+        even, odd, _, normalizer = _walk_fp8(
+            even_query, odd_query, mine, keys, values, 0, last, kept, visible, position,
+            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
+        )  # fmt: skip
+        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
+        _store_gated(out, gate, at, even, factor, 0, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
+        _store_gated(out, gate, at, odd, factor, 1, 2, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
+    else:
+        low = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
+        high = _load_query(q, slot, step, S, kv_head * GROUP, D // 2, 1, HQ, GROUP, D, HEADS, DOT)
+        total, _, normalizer = _walk(
+            low, high, mine, keys, values, 0, last, kept, visible, position,
+            SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
+        )  # fmt: skip
+        factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
+        _store_gated(out, gate, at, total, factor, 0, 1, GROUP, D, HEADS, GATE_STRIDE, GATE_OFFSET)
 
 
 @triton.jit
@@ -438,21 +402,18 @@ def attend_once(
     # Read before anything is known about the row: the addresses do not depend on its position.
     block = tl.load(blocks + row.to(tl.int64) * K + entry, mask=entry < K, other=-1)
     slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
-    low = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
-    high = _load_query(q, slot, step, S, kv_head * GROUP, D // 2, 1, HQ, GROUP, D, HEADS, DOT)
+    live = heads[:, None] < GROUP
+    query_at = (slot * HQ + kv_head * GROUP + heads[:, None]).to(tl.int64) * S + step
+    query = tl.load(q + query_at * D + dims[None, :], mask=live, other=0.0).to(DOT)
     if OVERLAP:
         gdc_launch_dependents()
     block = tl.where(entry < kept, block, -1)
     columns = position + 1 - (visible - kept) * RATIO
     token, used = _tokens(block, column, kept, visible, position, columns, RATIO)
-    # A padding row's cache may hold anything, even at token 0.
-    some = (tl.zeros((TOKENS,), tl.int32) + position >= 0)[:, None]
-    at_token = (slot * HK + kv_head).to(tl.int64) * C * D + token[:, None] * D
-    half = tl.arange(0, D // 2)
-    low_key = tl.load(k_cache + at_token + half[None, :], mask=some, other=0.0).to(DOT)
-    high_key = tl.load(k_cache + at_token + D // 2 + half[None, :], mask=some, other=0.0).to(DOT)
-    value = tl.load(v_cache + at_token + dims[None, :], mask=some, other=0.0).to(DOT)
-    score = tl.dot(low, tl.trans(low_key)) + tl.dot(high, tl.trans(high_key))
+    at_token = (slot * HK + kv_head).to(tl.int64) * C * D + token[:, None] * D + dims[None, :]
+    key = tl.load(k_cache + at_token, mask=used[:, None], other=0.0).to(DOT)
+    value = tl.load(v_cache + at_token, mask=used[:, None], other=0.0).to(DOT)
+    score = tl.dot(query, tl.trans(key))
     lowest = tl.full((HEADS,), LOWEST, tl.float32)
     weight, _, maximum, normalizer = _weigh(
         score * (SCALE * LOG2_E), used, lowest, tl.zeros((HEADS,), tl.float32)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Index scores: how well every visible block fits a query."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Prefill attention: neighbouring queries read the union of their blocks together.
 
 Neighbours of one sequence choose mostly the same blocks. A tile of ROWS queries therefore walks
@@ -14,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plugins.qsa.kernels.attention import LOG2_E, LOWEST, attend_row
+from plugins.qsa.kernels.attention import LOG2_E, LOWEST
 
 
 @triton.jit
@@ -90,6 +91,107 @@ def _fold(score, used, weight_type: tl.constexpr, value, total, maximum, normali
 
 
 @triton.jit
+def _attend(
+    q,
+    k_cache,
+    v_cache,
+    list_,
+    listed,
+    past_length,
+    count,
+    gate,
+    slot,
+    first_step,
+    kv_head,
+    S,
+    C,
+    out,
+    RATIO: tl.constexpr,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TAIL: tl.constexpr,
+    SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    GATE_OFFSET: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention of ROWS neighbouring queries over `listed` entries of a list and their tails.
+
+    An entry is a block id with BITS mask bits below it, one per query; without mask bits every
+    query keeps the block.
+    """
+    GROUP: tl.constexpr = HQ // HK
+    line = tl.arange(0, M)
+    row = line // GROUP
+    head = kv_head * GROUP + line % GROUP
+    step = first_step + row
+    inside = (row < ROWS) & (step < S)
+    valid = (row < ROWS) & (step < count)
+    position = tl.where(valid, past_length + step, -1)
+    dims = tl.arange(0, D)
+    lanes = tl.arange(0, TOKENS)
+    query_at = ((slot * HQ + head).to(tl.int64) * S + step)[:, None] * D + dims[None, :]
+    query = tl.load(q + query_at, mask=valid[:, None], other=0.0).to(DOT)
+    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
+    keys = k_cache + cache_at
+    values = v_cache + cache_at
+    scale = SCALE * LOG2_E
+    maximum = tl.full((M,), LOWEST, tl.float32)
+    normalizer = tl.zeros((M,), tl.float32)
+    total = tl.zeros((M, D), tl.float32)
+
+    first_tail = (past_length + first_step + 1) // RATIO * RATIO
+    newer = first_tail + tl.arange(0, TAIL)
+    newest = past_length + tl.minimum(first_step + ROWS, count) - 1
+    there = (newer <= newest)[:, None]
+    newer_at = newer[:, None].to(tl.int64) * D + dims[None, :]
+    newer_key = tl.load(keys + newer_at, mask=there, other=0.0).to(DOT)
+    newer_value = tl.load(values + newer_at, mask=there, other=0.0).to(DOT)
+    newer_score = tl.dot(query, tl.trans(newer_key)) * scale
+    tail_start = (position + 1) // RATIO * RATIO
+    in_tail = (newer[None, :] <= position[:, None]) & (newer[None, :] >= tail_start[:, None])
+    total, maximum, normalizer = _fold(
+        newer_score, in_tail, DOT, newer_value, total, maximum, normalizer
+    )
+
+    columns = listed * RATIO
+    # Entries run one tile ahead in registers, see `attention._walk`.
+    word = tl.load(list_ + lanes // RATIO, mask=lanes < columns, other=0)
+    for start in tl.range(0, columns, TOKENS, num_stages=STAGES):
+        if BITS > 0:
+            used = ((word[None, :] >> row[:, None]) & 1) != 0
+        else:
+            used = ((start + lanes)[None, :] < columns) & (row[:, None] < ROWS)
+        token = (word >> BITS) * RATIO + lanes % RATIO
+        ahead = start + TOKENS + lanes
+        word = tl.load(list_ + ahead // RATIO, mask=ahead < columns, other=0)
+        offset = token[:, None].to(tl.int64) * D + dims[None, :]
+        key = tl.load(keys + offset).to(DOT)
+        score = tl.dot(query, tl.trans(key)) * scale
+        value = tl.load(values + offset).to(DOT)
+        total, maximum, normalizer = _fold(score, used, DOT, value, total, maximum, normalizer)
+
+    safe = tl.where(normalizer > 0, normalizer, 1.0)
+    at = (slot.to(tl.int64) * S + step) * HQ + head
+    opened = tl.load(
+        gate + at[:, None] * GATE_STRIDE + GATE_OFFSET + dims[None, :],
+        mask=inside[:, None],
+        other=0.0,
+    )
+    result = total * (V_SCALE / safe)[:, None] * tl.sigmoid(opened.to(tl.float32))
+    tl.store(
+        out + at[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside[:, None]
+    )
+
+
+@triton.jit
 def attend_tile(
     q,
     k_cache,
@@ -131,68 +233,12 @@ def attend_tile(
     union = tl.load(counts + place)
     if union > LIMIT:
         return
-    GROUP: tl.constexpr = HQ // HK
-    line = tl.arange(0, M)
-    row = line // GROUP
-    head = kv_head * GROUP + line % GROUP
-    step = tile * ROWS + row
-    count = tl.load(new + slot)
-    past_length = tl.load(past + slot)
-    inside = (row < ROWS) & (step < S)
-    valid = (row < ROWS) & (step < count)
-    position = tl.where(valid, past_length + step, -1)
-    dims = tl.arange(0, D)
-    lanes = tl.arange(0, TOKENS)
-    query_at = ((slot * HQ + head).to(tl.int64) * S + step)[:, None] * D + dims[None, :]
-    query = tl.load(q + query_at, mask=valid[:, None], other=0.0).to(DOT)
-    cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
-    keys = k_cache + cache_at
-    values = v_cache + cache_at
-    scale = SCALE * LOG2_E
-    maximum = tl.full((M,), LOWEST, tl.float32)
-    normalizer = tl.zeros((M,), tl.float32)
-    total = tl.zeros((M, D), tl.float32)
-
-    first_tail = (past_length + tile * ROWS + 1) // RATIO * RATIO
-    newer = first_tail + tl.arange(0, TAIL)
-    newest = past_length + tl.minimum(tile * ROWS + ROWS, count) - 1
-    there = (newer <= newest)[:, None]
-    newer_at = newer[:, None].to(tl.int64) * D + dims[None, :]
-    newer_key = tl.load(keys + newer_at, mask=there, other=0.0).to(DOT)
-    newer_value = tl.load(values + newer_at, mask=there, other=0.0).to(DOT)
-    newer_score = tl.dot(query, tl.trans(newer_key)) * scale
-    tail_start = (position + 1) // RATIO * RATIO
-    in_tail = (newer[None, :] <= position[:, None]) & (newer[None, :] >= tail_start[:, None])
-    total, maximum, normalizer = _fold(
-        newer_score, in_tail, DOT, newer_value, total, maximum, normalizer
-    )
-
-    union *= RATIO
-    list_ = entries + place.to(tl.int64) * ROWS * K
-    # Entries run one tile ahead in registers, see `attention._walk`.
-    word = tl.load(list_ + lanes // RATIO, mask=lanes < union, other=0)
-    for start in tl.range(0, union, TOKENS, num_stages=STAGES):
-        used = ((word[None, :] >> row[:, None]) & 1) != 0
-        token = (word >> ROWS) * RATIO + lanes % RATIO
-        ahead = start + TOKENS + lanes
-        word = tl.load(list_ + ahead // RATIO, mask=ahead < union, other=0)
-        offset = token[:, None].to(tl.int64) * D + dims[None, :]
-        key = tl.load(keys + offset).to(DOT)
-        score = tl.dot(query, tl.trans(key)) * scale
-        value = tl.load(values + offset).to(DOT)
-        total, maximum, normalizer = _fold(score, used, DOT, value, total, maximum, normalizer)
-
-    safe = tl.where(normalizer > 0, normalizer, 1.0)
-    at = (slot.to(tl.int64) * S + step) * HQ + head
-    opened = tl.load(
-        gate + at[:, None] * GATE_STRIDE + GATE_OFFSET + dims[None, :],
-        mask=inside[:, None],
-        other=0.0,
-    )
-    result = total * (V_SCALE / safe)[:, None] * tl.sigmoid(opened.to(tl.float32))
-    tl.store(
-        out + at[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=inside[:, None]
-    )
+    _attend(
+        q, k_cache, v_cache, entries + place.to(tl.int64) * ROWS * K, union,
+        tl.load(past + slot), tl.load(new + slot), gate, slot, tile * ROWS, kv_head, S, C, out,
+        RATIO, HQ, HK, D, ROWS, ROWS, M, TOKENS, TAIL, SCALE, V_SCALE, GATE_STRIDE, GATE_OFFSET,
+        DOT, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -209,18 +255,18 @@ def attend_apart(
     S,
     C,
     out,
-    ROWS: tl.constexpr,
-    LIMIT: tl.constexpr,
     K: tl.constexpr,
     RATIO: tl.constexpr,
     HQ: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
     TOKENS: tl.constexpr,
+    TAIL: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
-    FP8: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
     GATE_OFFSET: tl.constexpr,
     DOT: tl.constexpr,
@@ -228,15 +274,21 @@ def attend_apart(
 ):
     """Row by row, the tiles of ROWS queries whose union has more than LIMIT blocks.
 
-    Grid (B * S, HK). `together`, the same tensor as `out`, holds what `attend_tile` stored; other
-    arguments as there and in `attention.attend_whole`.
+    Grid (B * S, HK). `together`, the same tensor as `out`, holds what `attend_tile` stored; M and
+    TAIL are those of one row; other arguments as there.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
-    place = row // S * tl.cdiv(S, ROWS) + row % S // ROWS
-    if tl.load(counts + place) > LIMIT:
-        attend_row(
-            q, k_cache, v_cache, blocks, past, new, gate, row, kv_head, S, C, out,
-            K, RATIO, HQ, HK, D, HEADS, TOKENS, SCALE, V_SCALE, FP8, GATE_STRIDE, GATE_OFFSET,
-            DOT, STAGES,
-        )  # fmt: skip
+    slot = row // S
+    step = row % S
+    place = slot * tl.cdiv(S, ROWS) + step // ROWS
+    if tl.load(counts + place) <= LIMIT:
+        return
+    past_length = tl.load(past + slot)
+    count = tl.load(new + slot)
+    kept = tl.where(step < count, tl.minimum((past_length + step + 1) // RATIO, K), 0)
+    _attend(
+        q, k_cache, v_cache, blocks + row.to(tl.int64) * K, kept, past_length, count, gate, slot,
+        step, kv_head, S, C, out, RATIO, HQ, HK, D, 1, 0, M, TOKENS, TAIL, SCALE, V_SCALE,
+        GATE_STRIDE, GATE_OFFSET, DOT, STAGES,
+    )  # fmt: skip

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Everything between a layer's projections and its attention, in one pass.
 
 Per token: centred norms and rotary embedding of queries, keys and index queries, cache writes, the

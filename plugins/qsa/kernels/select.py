@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Exact top-k of block scores.
 
 The k best scores of a row are found by bisecting on the bit pattern of the k-th best: scores are
