@@ -33,6 +33,7 @@ _IGNORED_TOP = (
     "architectures",
     "dtype",
     "generation_config",
+    "initializer_range",
     "torch_dtype",
     "transformers_version",
     "use_cache",
