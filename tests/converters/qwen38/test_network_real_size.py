@@ -14,7 +14,7 @@ import torch
 from converters.definition import Definition, EngineLimits
 from converters.qwen38.config import PleLayer, Qwen38CheckpointConfig
 from converters.qwen38.network import define
-from converters.qwen38.weights import _Names
+from converters.qwen38.weights import wanted_tensors
 from plugins.ngram import layer_constants
 from plugins.trt.backend import load_backend
 from plugins.trt.network import Network
@@ -89,7 +89,7 @@ class _Headers:
     """What conversion would write, as a weight source without values."""
 
     def __init__(self, config: Qwen38CheckpointConfig) -> None:
-        self.shapes = {w.target: w.shape for w in _Names(config, {}).wanted()}
+        self.shapes = {w.target: w.shape for w in wanted_tensors(config, stacked_experts=True)}
 
     def names(self) -> Iterable[str]:
         return self.shapes
