@@ -74,7 +74,7 @@ class TritonServer:
     host: str = "127.0.0.1"
     ports: Ports = field(default_factory=Ports)
     log_file: Path | None = None
-    grace_s: float = 2.0
+    grace_s: float = 1.0
     environment: dict[str, str] = field(default_factory=dict)
 
     _key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
@@ -331,7 +331,7 @@ def serve(
     log_file: Path | None = None,
     ready_timeout_s: float = 300.0,
     on_ready: Callable[[TritonServer], None] | None = None,
-    grace_s: float = 2.0,
+    grace_s: float = 1.0,
 ) -> None:
     """Serve `repository` until SIGINT or SIGTERM, then drain and stop.
 
