@@ -86,7 +86,8 @@ def compare(
         all_names: names of all tensors on disk, which patterns may mean.
         canonical: removes the prefixes of classes and exporters.
     """
-    spellings = {name: _spellings(name, canonical) for name in all_names}
+    patterns = any(claim.excluded for claim in claims)
+    spellings = [_spellings(name, canonical) for name in all_names] if patterns else []
     notes: list[str] = []
     for claim in claims:
         _check_named(claim, modules, notes)
@@ -95,7 +96,7 @@ def compare(
             if module.is_table and claim.table is not None and module.algorithm != claim.table:
                 raise _contradiction(claim, module, claim.table)
         for pattern in claim.excluded:
-            if not any(_matches(pattern, spelling) for spelling in spellings.values()):
+            if not any(_matches(pattern, spelling) for spelling in spellings):
                 notes.append(f"exclusion {pattern!r} matches nothing ({claim.where})")
         notes += _disagreeing_exclusions(claim, modules)
     stored = {module.algorithm for module in modules if module.algorithm}

@@ -83,7 +83,9 @@ class _Strip:
         codes = self._codes[:count]
         values.copy_(piece)
         torch.abs(values, out=rounded)
-        block = rounded.view(-1, BLOCK).amax(dim=1).div_(divisor)
+        # Magnitudes are ordered as their bits are, and integers are reduced three times as fast.
+        bits = rounded.view(torch.int32).view(-1, BLOCK).amax(dim=1)
+        block = bits.view(torch.float32).div_(divisor)
         # A block of zeros has scale 1; one far below the matrix' largest value becomes zeros.
         block.masked_fill_(block == 0, 1.0).clamp_(_E4M3_SMALLEST, E4M3_MAX)
         scales.copy_(block)
@@ -93,8 +95,9 @@ class _Strip:
         # Minus zero is not below zero and gets code 0; a small negative value gets code 8.
         torch.lt(values, 0, out=more)
         codes.copy_(rounded.add_(more, alpha=8.0))
-        pairs = codes.view(-1, 2)
-        torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4, out=packed)
+        # Two codes as one little-endian integer: the odd one moves from bit 8 to bit 4.
+        pairs = codes.view(torch.int16)
+        packed.copy_((pairs >> 4).bitwise_or_(pairs))
 
 
 def _magnitude_codes(scaled: torch.Tensor, codes: torch.Tensor, scratch: torch.Tensor) -> None:

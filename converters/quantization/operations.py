@@ -11,6 +11,7 @@ import torch
 
 from converters.checkpoint.write import CHUNK_BYTES, Compute, OutputFile, Segment, Task
 from converters.quantization import fp8, nvfp4
+from converters.quantization.magnitude import largest_magnitude
 from plugins.support.errors import InputError
 
 Advance = Callable[[int], None]
@@ -132,7 +133,7 @@ class _Matrix:
 
 
 def _finite_peak(values: torch.Tensor, task: Task) -> torch.Tensor:
-    peak = values.abs().max()
+    peak = largest_magnitude(values)
     if not bool(peak.isfinite()):
         entry = task.segments[0].entry
         bad = values.numel() - int(values.isfinite().sum())

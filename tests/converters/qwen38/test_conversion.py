@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -292,6 +295,43 @@ def test_interrupted_conversion_ends_with_the_same_bytes(
     assert converted(deterministic_checkpoint, tmp_path / "ckpt", workers=2) == whole
     # The piece whose mark was lost is the only one that is done twice.
     assert set(first) & set(copied) == {first[-1]}
+
+
+KILLED_RUN = """
+import os, signal, sys
+from pathlib import Path
+from converters.checkpoint import partial
+from converters.checkpoint.convert import convert
+
+real, marks = partial.Partial.mark, []
+
+def mark(self, task):
+    real(self, task)
+    marks.append(task)
+    if len(marks) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+partial.Partial.mark = mark
+convert(Path(sys.argv[1]), Path(sys.argv[2]), "bfloat16", quantize="nvfp4")
+"""
+
+
+def test_killed_conversion_resumes_to_the_same_bytes(bend: Bend, tmp_path: Path):
+    convert(bend.directory, tmp_path / "whole", "bfloat16", quantize="nvfp4")
+    expected = (tmp_path / "whole" / WEIGHTS_FILE).read_bytes()
+    target = tmp_path / "ckpt"
+    for marks in (1, 60, 90):
+        command = [sys.executable, "-c", KILLED_RUN, bend.directory, target, str(marks)]
+        run = subprocess.run(command, capture_output=True, check=False)
+        assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+        assert not target.exists()
+    journal = (tmp_path / ".ckpt.partial" / "journal").read_text().splitlines()
+    # A head line, and no task twice: each run went on where the one before was killed.
+    assert len(journal) >= 152
+    assert len(set(journal)) == len(journal)
+    convert(bend.directory, target, "bfloat16", quantize="nvfp4")
+    assert (target / WEIGHTS_FILE).read_bytes() == expected
+    assert not (tmp_path / ".ckpt.partial").exists()
 
 
 def test_source_that_changes_meanwhile_is_noticed(bend: Bend, tmp_path: Path):
