@@ -148,6 +148,24 @@ def test_damage_is_found(tmp_path: Path, message: str) -> None:
     assert message in (caught.value.found or "")
 
 
+def test_the_command_writes_an_echo(tmp_path: Path) -> None:
+    from build_scripts.cli import execute
+
+    path = tmp_path / "echo"
+    command = ["repo", "--generation", "echo", "--tokenizer", "bytes", str(path)]
+    settings = [
+        'allowed_media_hosts=["cdn.example.org"]', "allow_private_media=true",
+        "trust_request_mm_kwargs=false", "decoupled=false",
+    ]  # fmt: skip
+    for setting in settings:
+        command += ["--set", setting]
+    assert execute(command) == 0
+    assert not validate_repository(path).decoupled
+    assert "cdn.example.org" in (path / "preprocessing" / "config.pbtxt").read_text()
+    # An engine needs both directories.
+    assert execute(["repo", str(path)]) == 2
+
+
 def test_settings() -> None:
     options = parse_options(
         ["decoupled=false", 'placeholders={"image": "<i>"}', "device=cuda:0", "max_queue=5"]
