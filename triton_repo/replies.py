@@ -105,11 +105,14 @@ class ReplyLoop:
     def _send(
         self, reply: Reply, tensors: Tensors | None, error: tuple[str, str] | None, final: bool
     ) -> None:
-        if reply.ended:
+        if reply.ended or (reply.cancel_seen and not final):
             return
         pb = self._pb
         response = None
-        if error is not None:
+        if reply.cancel_seen:
+            # Nobody reads it any more; the server only wants to know that this is the end.
+            pass
+        elif error is not None:
             response = pb.InferenceResponse(error=triton_error(pb, *error))
         elif tensors is not None:
             response = pb.InferenceResponse([pb.Tensor(n, a) for n, a in tensors.items()])

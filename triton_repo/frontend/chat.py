@@ -151,16 +151,6 @@ def _template_part(part: str | MediaReference | list[int]) -> dict[str, Any]:
     raise problem("messages", "token_ids parts belong into content_parts, not into messages")
 
 
-def flatten_text_parts(messages: list[dict[str, Any]], placeholders: Mapping[str, str]) -> None:
-    """Join part lists to strings, for templates that only know strings as content."""
-    for message in messages:
-        if isinstance(message["content"], list):
-            message["content"] = "".join(
-                p["text"] if p["type"] == "text" else placeholders.get(p["type"], "")
-                for p in message["content"]
-            )
-
-
 class ChatTemplate:
     """A compiled chat template in the environment that chat templates are written for."""
 
