@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -155,7 +156,7 @@ class Bench:
 
     # Sparse attention -----------------------------------------------------------------------
 
-    def _sparse_set(self, g: Geometry, batch: int, steps: int, context: int) -> dict:
+    def _sparse_set(self, g: Geometry, batch: int, steps: int, context: int) -> dict[str, Any]:
         past = ints(context - steps, batch)
         tokens = torch.rand(batch * steps, context - steps + 1, device=DEVICE)
         tokens = tokens.topk(min(g.kept, context - steps + 1), dim=-1).indices.sort(-1).values
@@ -276,7 +277,7 @@ class Bench:
                 2.0 * g.heads * (steps * (g.nope + g.rope + g.value) + rows * (g.nope + g.value))
             )
             theirs = self._torch_dense(g, steps, rows) if not g.window else None
-            tiles = [None]
+            tiles: list[DenseTiles | None] = [None]
             if self.sweep:
                 tiles += [DenseTiles()]
             for one in tiles:
@@ -382,10 +383,10 @@ class Bench:
             width = g.latent + g.rope
             moved = 2.0 * (batch * span * width + rows * g.heads * (width + g.latent))
             flop = 2.0 * rows * g.heads * g.window * (width + g.latent)
-            variants: list[dict] = [{}]
+            variants: list[dict[str, Any]] = [{}]
             if self.sweep and not many:
                 variants += [{"splits": n} for n in (1, 2, 4, 8)]
-                variants.append({"tiles": WindowTiles(min(steps, 4), 64, 64, 128, 4, 4, 4, 3)})
+                variants.append({"tiles": WindowTiles(min(steps, 4))})
             for choice in variants:
                 calls = [partial(kernel.attend_window, g, **s, **choice) for s in sets]
                 label = "" if not choice else f" {choice.get('splits', 'portable')}"

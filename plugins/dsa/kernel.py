@@ -22,6 +22,8 @@ from plugins.dsa.plan import AttendTiles, DenseTiles, Geometry, IndexTiles, Wind
 SELECT_CHUNK = 8192
 # Programs that one launch should have, at least: about one per multiprocessor of a large GPU.
 PROCESSORS = 132
+# Rows from which the window kernel for compute capability 9.0 is the faster one.
+HOPPER_WINDOW_ROWS = 48
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def score(
 def score_tiles(steps: int) -> IndexTiles:
     """Tiles of the index scores for `steps` queries per slot."""
     if steps == 1:
-        return IndexTiles()
-    return IndexTiles(queries=min(4, triton.next_power_of_2(steps)), warps=8)
+        return IndexTiles(queries=1, tokens=128, warps=8)
+    return IndexTiles(queries=min(4, triton.next_power_of_2(steps)), tokens=64, warps=4)
 
 
 def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
@@ -249,7 +251,9 @@ def attend_window(
     batch, steps = q_latent.shape[:2]
     out = torch.empty_like(q_latent)
     call = {"cache": cache, "past": past, "new": new, "base": base}
-    if tiles is None and _hopper(g, q_latent.device):
+    # Few single queries leave one pass over the window short of programs.
+    enough = steps > 1 or batch >= HOPPER_WINDOW_ROWS
+    if tiles is None and (enough or splits) and _hopper(g, q_latent.device):
         inputs = {"q_latent": q_latent, "q_rope": q_rope, **call}
         rows = batch * steps
         values = {"S": steps, "R": cache.shape[-2], "rows": rows}

@@ -20,6 +20,8 @@ from plugins.trt.types import Tensor
 
 # Below every score, above the most negative float32.
 _HIDDEN_SCORE = -1e30
+# Heads whose scores are stored at a time where attention is not fused.
+_HEAD_GROUP = 16
 # The smallest normal float32: scores of exactly zero are told apart by multiples of it.
 _TINY = 2.0**-126
 
@@ -207,12 +209,26 @@ def attend_context(
         marked = net.greater(net.scatter_elements(zeros, named, ones, 2), 0.5)
         mask = net.logical_and(marked, net.less(index, seen))
     width, value_width = net.shape(query)[3], net.shape(values)[3]
-    if value_width < width:
+    if value_width < width and token_ids is None:
         # The fused attention takes one width for all three.
         sizes = [net.dim(values, 0), net.shape(values)[1], rows, width - value_width]
         pad = net.cast(net.literal(torch.zeros(1, 1, 1, 1)), net.dtype(values))
         values = net.concat([values, net.expand(pad, sizes)], 3)
-    mixed = net.attention(scaled(net, query, scale), keys, values, net.unsqueeze(mask, [1]))
+    mask = net.unsqueeze(mask, [1])
+    query = scaled(net, query, scale)
+    if token_ids is None:
+        mixed = net.attention(query, keys, values, mask)
+    else:
+        # TensorRT for RTX 1.7 does not find its fused kernels again when layers with two kinds of
+        # masks stand between loops; either it says so or it crashes.
+        heads, parts = net.shape(query)[1], []
+        for first in range(0, heads, _HEAD_GROUP):
+            group = (
+                net.narrow(x, 1, first, min(_HEAD_GROUP, heads - first))
+                for x in (query, keys, values)
+            )
+            parts.append(net.attention(*group, mask, fused=False))
+        mixed = net.concat(parts, 1) if len(parts) > 1 else parts[0]
     mixed = net.transpose(mixed, (0, 2, 1, 3))
     if value_width < width:
         mixed = net.narrow(mixed, 3, 0, value_width)

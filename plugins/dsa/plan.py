@@ -81,6 +81,15 @@ class AttendTiles:
     stages: int = 2
 
 
+# Shared memory per block of the smallest GPUs that the kernels are compiled for (8.9, 12.0).
+SMALL_SHARED_BYTES = 99 * 1024
+
+
+def attend_tiles(shared_bytes: int) -> AttendTiles:
+    """Tiles of the sparse attention for a GPU's shared memory per block."""
+    return AttendTiles() if shared_bytes >= 160 * 1024 else AttendTiles(32, 16, 4, 2)
+
+
 def _attend_constants(g: Geometry, tiles: AttendTiles) -> dict[str, Any]:
     return {
         "SCALE": g.scale,
@@ -334,9 +343,9 @@ class WindowTiles:
     queries: int = 1
     tokens: int = 64
     reduction: int = 64
-    channels: int = 256
+    channels: int = 128
     score_warps: int = 4
-    value_warps: int = 8
+    value_warps: int = 4
     score_stages: int = 4
     value_stages: int = 3
 
@@ -424,6 +433,11 @@ class DenseTiles:
     tokens: int = 64
     warps: int = 8
     stages: int = 3
+
+
+def dense_tiles(shared_bytes: int) -> DenseTiles:
+    """Tiles of the dense attention for a GPU's shared memory per block."""
+    return DenseTiles() if shared_bytes >= 220 * 1024 else DenseTiles(64, 32, 4, 2)
 
 
 def attend_dense(g: Geometry, tiles: DenseTiles = DenseTiles()) -> KernelSpec:

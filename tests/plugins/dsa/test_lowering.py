@@ -58,11 +58,13 @@ def _seed() -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("past", "new", "queries", "rows"),
-    [([0, 11, 30], [3, 1, 0], 3, 40), ([12, 0, 5], [1, 1, 1], 1, 40), ([0, 3, 0], [5, 4, 2], 5, 10)],
+    [
+        ([0, 11, 30], [3, 1, 0], 3, 40),
+        ([12, 0, 5], [1, 1, 1], 1, 40),
+        ([0, 3, 0], [5, 4, 2], 5, 10),
+    ],
 )
-def test_selection(
-    past: list[int], new: list[int], queries: int, rows: int, groups: int
-) -> None:
+def test_selection(past: list[int], new: list[int], queries: int, rows: int, groups: int) -> None:
     inputs = lengths(past, new) | {
         "index_query": torch.randn(B, queries, INDEX_HEADS, INDEX_WIDTH),
         "index_keys": torch.randn(B, 1, rows, INDEX_WIDTH),
