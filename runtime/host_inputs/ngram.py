@@ -7,7 +7,6 @@ token ids alone, hence nothing is carried between calls but the few ids before a
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,44 +18,10 @@ from plugins.ngram import NgramConstants, row_ids
 from plugins.support.dtypes import BY_NAME
 from plugins.support.errors import InputError
 from runtime.contract import NgramEmbedding, TensorSpec
-from runtime.identity import read_header
+from runtime.host_inputs.table import StoredTable
 from runtime.rows import Row
 
 Int64 = npt.NDArray[np.int64]
-
-
-class MappedTable:
-    """A two-dimensional tensor of a safetensors file, read row by row.
-
-    Args:
-        path: safetensors file.
-        name: tensor [rows, width].
-
-    Raises InputError when the tensor is missing, not two-dimensional or of unknown dtype.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        stored = read_header(path).get(name)
-        if stored is None or len(stored.shape) != 2 or stored.dtype not in BY_NAME:
-            raise InputError(
-                "the n-gram table is not in the weights file as it must be",
-                where=f"{path}: {name}",
-                expected="a tensor [rows, width]",
-                found=f"{stored.dtype} {list(stored.shape)}" if stored else "no such tensor",
-            )
-        self.rows, self.width = stored.shape
-        self.dtype = BY_NAME[stored.dtype]
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # Rows are a few hundred bytes at random places: reading ahead would multiply the traffic.
-        self._map.madvise(mmap.MADV_RANDOM)
-        row_bytes = self.dtype.nbytes(self.width)
-        flat = np.frombuffer(self._map, np.uint8, self.rows * row_bytes, offset=stored.begin)
-        self._bytes = flat.reshape(self.rows, row_bytes)
-
-    def gather(self, rows: Int64) -> torch.Tensor:
-        """Rows by number, int64 [n]; returns [n, width] in the table's dtype."""
-        return torch.from_numpy(self._bytes.take(rows, axis=0)).view(self.dtype.torch)
 
 
 class NgramGather:
@@ -70,7 +35,7 @@ class NgramGather:
 
     def __init__(self, spec: NgramEmbedding, tensor: TensorSpec, weights: Path) -> None:
         self.name = spec.name
-        self._table = MappedTable(weights, spec.table)
+        self._table = StoredTable(weights, spec.table)
         self._constants = NgramConstants(
             spec.multipliers, spec.sizes, spec.offsets, self._table.rows
         )
@@ -97,7 +62,7 @@ class NgramGather:
             return result
         wanted = row_ids(tokens, self._constants, self.fill, context)[valid]
         distinct, inverse = np.unique(wanted, return_inverse=True)
-        gathered = self._table.gather(distinct).to(self._dtype)
+        gathered = self._table.gather(distinct, self._dtype)
         picked = gathered[torch.from_numpy(inverse.reshape(-1))]
         result[torch.from_numpy(valid)] = picked.reshape(-1, self._width)
         return result
