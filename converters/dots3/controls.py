@@ -6,33 +6,16 @@ of a public port. A comparison that does not notice every one of them proves not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from converters.controls import NegativeControl, Weights
 from converters.dots3.config import Dots3CheckpointConfig, Mla
 
-Weights = Mapping[str, Tensor]
-HostInput = dict[str, Any]
 _Change = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class NegativeControl:
-    """One mistake.
-
-    Attributes:
-        name: what was done wrong, readable in a table.
-        weights: checkpoint tensors -> the tensors that the mistake changes, by name.
-        host_inputs: host input descriptions -> the mistaken ones.
-    """
-
-    name: str
-    weights: Callable[[Weights], dict[str, Tensor]] = lambda weights: {}
-    host_inputs: Callable[[Sequence[HostInput]], list[HostInput]] = list
 
 
 def negative_controls(config: Dots3CheckpointConfig) -> list[NegativeControl]:

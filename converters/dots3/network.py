@@ -97,10 +97,7 @@ class _Layers:
 
     def _rotated(self, x: Tensor, kind: _Kind) -> Tensor:
         """Rotate [B, S, H, R] in adjacent pairs, in float32."""
-        net = self.net
-        wide = net.transpose(net.cast(x, "float32"), (0, 2, 1, 3))
-        turned = kind.rotary.rotate(wide, kind.angles, interleaved=True)
-        return net.cast(net.transpose(turned, (0, 2, 1, 3)), net.dtype(x))
+        return kind.rotary.rotate_neighbours(x, kind.angles)
 
     def _latents(self, name: str, x: Tensor, kind: _Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query latent [B, S, Rq], query heads (nope, rope) and the row to cache [B, S, L + R]."""

@@ -46,3 +46,27 @@ class RotaryTable:
         return self._net.rotary_embedding(
             x, *angles, rotary_dim=self._rotary_dim, interleaved=interleaved
         )
+
+    def rotate_neighbours(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate the pairs (2i, 2i + 1) of x [B, S, N, rotary_dim], in float32.
+
+        The results come de-interleaved, all first lanes before all second ones: the dot product of
+        two of them is the same. Written out because the compiler of TensorRT for RTX 1.7 fails on
+        its own layer in this form when a loop follows.
+        """
+        net = self._net
+        batch, count = net.dim(x, 0), net.dim(x, 1)
+        heads, half = net.shape(x)[2], self._rotary_dim // 2
+        wide = net.cast(x, "float32")
+        size = [batch, count, heads, half]
+        first = net.slice(wide, [0, 0, 0, 0], size, [1, 1, 1, 2])
+        second = net.slice(wide, [0, 0, 0, 1], size, [1, 1, 1, 2])
+        cos, sin = (net.unsqueeze(net.cast(angle, "float32"), [2]) for angle in angles)
+        turned = net.concat(
+            [
+                net.sub(net.mul(first, cos), net.mul(second, sin)),
+                net.add(net.mul(second, cos), net.mul(first, sin)),
+            ],
+            3,
+        )
+        return net.cast(turned, net.dtype(x))

@@ -209,7 +209,7 @@ def attend_context(
         marked = net.greater(net.scatter_elements(zeros, named, ones, 2), 0.5)
         mask = net.logical_and(marked, net.less(index, seen))
     width, value_width = net.shape(query)[3], net.shape(values)[3]
-    if value_width < width and token_ids is None:
+    if value_width < width:
         # The fused attention takes one width for all three.
         sizes = [net.dim(values, 0), net.shape(values)[1], rows, width - value_width]
         pad = net.cast(net.literal(torch.zeros(1, 1, 1, 1)), net.dtype(values))

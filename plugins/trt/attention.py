@@ -27,6 +27,7 @@ class AttentionLayers(AlgebraLayers):
         *,
         causal: Causal = "none",
         key_lengths: Tensor | None = None,
+        fused: bool = True,
     ) -> Tensor:
         """softmax(q k^T [+ mask]) v, without any scale: multiply q before.
 
@@ -37,6 +38,8 @@ class AttentionLayers(AlgebraLayers):
                 added to the scores. Not together with `causal`.
             causal: "upper_left": key j <= query i; "lower_right": j <= i + Skv - S.
             key_lengths: int32 `[B]`, keys from there on are ignored.
+            fused: without, the result is that of products and a softmax over stored scores; for
+                networks whose fused form the compiler cannot place. Only with a mask or nothing.
 
         Returns `[B, Hq, S, D]`.
         """
@@ -52,7 +55,8 @@ class AttentionLayers(AlgebraLayers):
             self.capability.require(
                 "has_attention_causal", "causal kinds and key lengths of fused attention"
             )
-        if self.dtype(q) == "float32" and causal == "none" and key_lengths is None:
+        plain = causal == "none" and key_lengths is None
+        if plain and (self.dtype(q) == "float32" or not fused):
             # No target has a fused float32 kernel, and letting the compiler decompose the fused
             # layer crashes tensorrt_rtx 1.7 when the network also has a loop.
             return self._written_out(q, k, v, mask)
