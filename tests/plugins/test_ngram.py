@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.ngram import NgramConstants, layer_constants, next_context, row_ids
@@ -92,6 +92,7 @@ def test_rows_across_an_end_token():
     assert row_ids([5, 6, EOS, 7, 8], tiny(), eos=511)[3:].tolist() != expected[3:]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 511), min_size=12, max_size=12), min_size=1, max_size=3),
     st.lists(st.integers(0, 12), max_size=4),

@@ -124,7 +124,9 @@ headers = st.dictionaries(
 ).map(lambda header: json.dumps(header).encode())
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(header=headers | st.binary(max_size=64), data=st.binary(max_size=16))
 def test_any_bytes_are_read_as_the_library_reads_them_or_refused(
     tmp_path: Path, header: bytes, data: bytes
