@@ -367,7 +367,7 @@ class Bench:
         for batch, steps in ((1, 1), (8, 1), (32, 1), (64, 1), (128, 1), (32, 4), (1, 2048)):
             many = steps > 64
             span = g.window - 1 + steps
-            sets = [
+            sets: list[dict[str, Any]] = [
                 {
                     "q_latent": randn(batch, steps, g.heads, g.latent, scale=0.3),
                     "q_rope": randn(batch, steps, g.heads, g.rope, scale=0.3),
@@ -500,7 +500,9 @@ def run_compiled(directory: Path) -> None:
     scores = torch.zeros(batch, steps, context, device=DEVICE)
     sizes = {"S": steps, "C": context, "N": context, "run": 1024, "B": batch}
     launch("scores", {**index, **call, "scores": scores}, sizes)
-    want = kernel.score(g, *index.values(), past, new)
+    want = kernel.score(
+        g, index["index_query"], index["index_keys"], index["head_weights"], past, new
+    )
     seen = (
         torch.arange(context, device=DEVICE) < reference.visible_counts(past, new, steps)[..., None]
     )
@@ -542,7 +544,9 @@ def run_compiled(directory: Path) -> None:
     gate = randn(batch, steps, g.heads)
     out = torch.full_like(inputs["q_latent"], float("nan"))
     launch("window", {**inputs, "gate": gate, "out": out}, {**rows, "S": steps, "R": 600})
-    report("window", out, kernel.attend_window(g, **inputs, gate=gate, tiles=WindowTiles()))
+    report(
+        "window", out, partial(kernel.attend_window, g, **inputs)(gate=gate, tiles=WindowTiles())
+    )
     g, steps = FULL, 300
     inputs = {
         "q_nope": randn(1, steps, g.heads, g.nope),

@@ -223,11 +223,11 @@ def attend_context(
         # masks stand between loops; either it says so or it crashes.
         heads, parts = net.shape(query)[1], []
         for first in range(0, heads, _HEAD_GROUP):
-            group = (
+            q, k, v = (
                 net.narrow(x, 1, first, min(_HEAD_GROUP, heads - first))
                 for x in (query, keys, values)
             )
-            parts.append(net.attention(*group, mask, fused=False))
+            parts.append(net.attention(q, k, v, mask, fused=False))
         mixed = net.concat(parts, 1) if len(parts) > 1 else parts[0]
     mixed = net.transpose(mixed, (0, 2, 1, 3))
     if value_width < width:

@@ -44,6 +44,11 @@ def _shared(attributes: Attributes) -> int:
     return plan.SMALL_SHARED_BYTES if attributes["small"] else _LARGE_SHARED_BYTES
 
 
+def _dims(shape: Any, count: int) -> tuple[Any, ...]:
+    """The first sizes of a symbolic shape, which can only be indexed."""
+    return tuple(shape[axis] for axis in range(count))
+
+
 def _operation(
     name: str,
     spec: Callable[[Attributes], KernelSpec],
@@ -70,7 +75,7 @@ def _score() -> Operation:
         lambda a: plan.score_tokens(
             _geometry(a), IndexTiles(a["queries"], a["tokens"], a["warps"], a["stages"])
         ),
-        lambda s, a: {"scores": (*s["index_query"][:2], s["index_keys"][2])},
+        lambda s, a: {"scores": (*_dims(s["index_query"], 2), s["index_keys"][2])},
         lambda s, a: {
             "B": s["index_query"][0],
             "S": s["index_query"][1],
@@ -83,7 +88,7 @@ def _score() -> Operation:
 
 
 def _scored(shapes: Shapes, a: Attributes) -> Sizes:
-    batch, steps, count = shapes["scores"]
+    batch, steps, count = _dims(shapes["scores"], 3)
     return {"S": steps, "N": count, "rows": batch * steps, "chunks": a.get("chunks", 1)}
 
 
@@ -97,7 +102,7 @@ def _among(shapes: Shapes, a: Attributes) -> Sizes:
 
 def _selections() -> list[Operation]:
     def winners(shapes: Shapes, a: Attributes) -> Outputs:
-        batch, steps, _ = shapes["scores"]
+        batch, steps = _dims(shapes["scores"], 2)
         shape = (batch * steps, a["chunks"] * a["kept"])
         return {"candidates": shape, "candidate_bits": shape}
 
@@ -109,7 +114,7 @@ def _selections() -> list[Operation]:
         _operation(
             "select",
             lambda a: plan.select_row(_geometry(a), a["chunk"], a["warps"]),
-            lambda s, a: {"tokens": (*s["scores"][:2], a["kept"])},
+            lambda s, a: {"tokens": (*_dims(s["scores"], 2), a["kept"])},
             _scored,
             {"chunk": 8192, "warps": 16},
         ),
@@ -132,10 +137,10 @@ def _selections() -> list[Operation]:
 
 def _attends() -> list[Operation]:
     def like_query(shapes: Shapes, a: Attributes) -> Outputs:
-        return {"out": tuple(shapes["q_latent"])}
+        return {"out": _dims(shapes["q_latent"], 4)}
 
     def sizes(shapes: Shapes, a: Attributes) -> Sizes:
-        batch, steps = shapes["q_latent"][:2]
+        batch, steps = _dims(shapes["q_latent"], 2)
         return {
             "S": steps,
             "C": shapes["cache"][2],
@@ -145,7 +150,7 @@ def _attends() -> list[Operation]:
         }
 
     def parts(shapes: Shapes, a: Attributes) -> Outputs:
-        head = (*shapes["q_latent"][:2], a["splits"], a["heads"])
+        head = (*_dims(shapes["q_latent"], 2), a["splits"], a["heads"])
         return {"partial": (*head, a["latent"]), "partial_lse": head}
 
     def whole(a: Attributes) -> KernelSpec:
@@ -166,7 +171,7 @@ def _attends() -> list[Operation]:
         _operation(
             "merge",
             lambda a: plan.merge_splits(_geometry(a), a["splits"]),
-            lambda s, a: {"out": (*s["gate"][:2], a["heads"], a["latent"])},
+            lambda s, a: {"out": (*_dims(s["gate"], 2), a["heads"], a["latent"])},
             lambda s, a: {"splits": a["splits"], "rows": s["gate"][0] * s["gate"][1]},
             {"splits": 2},
         ),
@@ -178,7 +183,7 @@ def _windows() -> list[Operation]:
         return WindowTiles(queries=a["queries"])
 
     def sizes(shapes: Shapes, a: Attributes) -> Sizes:
-        batch, steps = shapes["gate" if "gate" in shapes else "q_latent"][:2]
+        batch, steps = _dims(shapes["gate" if "gate" in shapes else "q_latent"], 2)
         return {
             "S": steps,
             "R": shapes["cache"][2],
@@ -199,7 +204,7 @@ def _windows() -> list[Operation]:
         }
 
     def out(shapes: Shapes, a: Attributes) -> Outputs:
-        return {"out": (*shapes["gate"][:2], a["heads"], a["latent"])}
+        return {"out": (*_dims(shapes["gate"], 2), a["heads"], a["latent"])}
 
     return [
         _operation(
@@ -238,7 +243,7 @@ def _dense() -> Operation:
     return _operation(
         "dense",
         spec,
-        lambda s, a: {"out": (*s["q_nope"][:3], a["value"])},
+        lambda s, a: {"out": (*_dims(s["q_nope"], 3), a["value"])},
         lambda s, a: {
             "B": s["q_nope"][0],
             "S": s["q_nope"][1],

@@ -1,0 +1,141 @@
+"""Plugin layers: argument order, shapes, launch sizes; kernels compiled without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plugins.aot.compile import compile_kernel, entry_parameters
+from plugins.dsa import plan
+from plugins.dsa.plan import SLIDING, Geometry
+from plugins.dsa.plugin import COMPILED_FOR, OPERATIONS, geometry_attributes
+from plugins.support.errors import UsageError
+
+FULL = Geometry()
+BY_NAME = {operation.id: operation for operation in OPERATIONS}
+
+
+class Shape:
+    """A symbolic shape as TensorRT gives it: it can only be indexed."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._sizes = sizes
+
+    def __getitem__(self, axis: int) -> int:
+        return self._sizes[axis]
+
+    __iter__ = None
+
+
+B, S, C, R = 3, 2, 9000, 516
+SHAPES: dict[str, dict[str, Shape]] = {
+    "score": {
+        "index_query": Shape(B, S, 64, 128),
+        "index_keys": Shape(B, 1, C, 128),
+        "head_weights": Shape(B, S, 64),
+    },
+    "select": {"scores": Shape(B, S, 8000)},
+    "select_chunk": {"scores": Shape(B, S, 32768)},
+    "select_among": {"candidates": Shape(B * S, 8192), "candidate_bits": Shape(B * S, 8192)},
+    "attend": {"q_latent": Shape(B, S, 128, 512), "cache": Shape(B, 1, C, 576)},
+    "attend_split": {"q_latent": Shape(B, S, 128, 512), "cache": Shape(B, 1, C, 576)},
+    "merge": {"gate": Shape(B, S, 128)},
+    "window_scores": {"q_latent": Shape(B, S, 64, 1024), "cache": Shape(B, 1, R, 1088)},
+    "window_values": {"gate": Shape(B, S, 64), "cache": Shape(B, 1, R, 1088)},
+    "window": {"gate": Shape(B, S, 64), "cache": Shape(B, 1, R, 1088)},
+    "dense": {
+        "q_nope": Shape(B, S, 128, 128),
+        "expanded": Shape(B, C, 128, 256),
+        "cache": Shape(B, 1, C, 576),
+    },
+}
+OUT = {
+    "score": {"scores": (B, S, C)},
+    "select": {"tokens": (B, S, 2048)},
+    "select_chunk": {"candidates": (B * S, 8192), "candidate_bits": (B * S, 8192)},
+    "select_among": {"chosen_tokens": (B * S, 2048), "chosen_bits": (B * S, 2048)},
+    "attend": {"out": (B, S, 128, 512)},
+    "attend_split": {"partial": (B, S, 2, 128, 512), "partial_lse": (B, S, 2, 128)},
+    "merge": {"out": (B, S, 128, 512)},
+    "window_scores": {
+        "probabilities": (B, S, 64, 576),
+        "tile_max": (B, S, 9, 64),
+        "tile_sum": (B, S, 9, 64),
+    },
+    "window_values": {"out": (B, S, 64, 1024)},
+    "window": {"out": (B, S, 64, 1024)},
+    "dense": {"out": (B, S, 128, 128)},
+}
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_shapes_and_launch(name: str) -> None:
+    operation = BY_NAME[f"dsa::{name}"]
+    shapes: dict[str, Any] = dict(SHAPES[name])
+    if name.startswith("attend"):
+        shapes["tokens"] = Shape(B, S, 2048)
+    spec = operation.spec(operation.example)
+    assert operation.outputs(shapes, operation.example) == OUT[name]
+    values = operation.values(shapes, operation.example)
+    assert set(spec.scalars) <= set(values)
+    grid = spec.grid(values)
+    assert all(isinstance(extent, int) and extent > 0 for extent in grid)
+
+
+def test_every_operation_is_covered_and_has_typed_attributes() -> None:
+    assert {operation.id for operation in OPERATIONS} == {f"dsa::{name}" for name in SHAPES}
+    for operation in OPERATIONS:
+        for name, kind in operation.attributes.items():
+            assert type(operation.example[name]) is kind
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
+@pytest.mark.parametrize("name", ["attend", "window_values", "dense"])
+def test_kernels_compile_for_every_gpu(name: str, capability: str) -> None:
+    operation = BY_NAME[f"dsa::{name}"]
+    attributes = dict(operation.example)
+    small = capability in ("8.9", "12.0")
+    if "small" in attributes:
+        attributes["small"] = int(small)
+    spec = operation.spec(attributes)
+    compiled = compile_kernel(spec, COMPILED_FOR.get(capability, capability))
+    assert len(entry_parameters(compiled.ptx)) == len(spec.tensors) + len(spec.scalars)
+    limit = {"8.0": 163, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}[capability]
+    assert compiled.shared_bytes <= limit * 1024
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        plan.attend_whole_hopper(FULL),
+        plan.window_whole_hopper(SLIDING),
+        plan.attend_dense_hopper(SLIDING),
+    ],
+    ids=lambda spec: spec.name,
+)
+def test_hopper_kernels_compile(spec: Any) -> None:
+    compiled = compile_kernel(spec, "9.0")
+    # A loader and two consumers of four warps each.
+    assert compiled.threads == 384
+    assert compiled.shared_bytes <= 227 * 1024
+    assert "wgmma.mma_async" in compiled.ptx
+    assert len(entry_parameters(compiled.ptx)) == len(spec.tensors) + len(spec.scalars)
+
+
+def test_hopper_kernels_only_where_they_fit() -> None:
+    assert plan.fits_hopper(FULL, (9, 0)) and plan.fits_hopper(SLIDING, (9, 0))
+    assert not plan.fits_hopper(FULL, (10, 0))
+    assert not plan.fits_hopper(Geometry(latent=256), (9, 0))
+    assert not plan.fits_hopper(Geometry(dtype="float16"), (9, 0))
+    assert not plan.fits_hopper(Geometry(heads=96), (9, 0))
+
+
+def test_argument_order_is_checked() -> None:
+    spec = plan.attend_whole(FULL)
+    with pytest.raises(UsageError, match="order"):
+        type(spec)(**{**vars(spec), "inputs": spec.inputs[::-1]})
+
+
+def test_attributes_carry_the_geometry() -> None:
+    assert Geometry(**geometry_attributes(SLIDING)) == SLIDING
