@@ -534,7 +534,7 @@ def run_compiled(directory: Path) -> None:
     report("attend_split", out, want)
     report("merge", out, want)
     g = SLIDING
-    inputs = {
+    window_inputs: dict[str, Any] = {
         "q_latent": randn(batch, steps, g.heads, g.latent, scale=0.3),
         "q_rope": randn(batch, steps, g.heads, g.rope, scale=0.3),
         "cache": randn(batch, 1, 600, g.latent + g.rope),
@@ -542,11 +542,9 @@ def run_compiled(directory: Path) -> None:
         "base": ints(0, batch),
     }
     gate = randn(batch, steps, g.heads)
-    out = torch.full_like(inputs["q_latent"], float("nan"))
-    launch("window", {**inputs, "gate": gate, "out": out}, {**rows, "S": steps, "R": 600})
-    report(
-        "window", out, partial(kernel.attend_window, g, **inputs)(gate=gate, tiles=WindowTiles())
-    )
+    out = torch.full_like(window_inputs["q_latent"], float("nan"))
+    launch("window", {**window_inputs, "gate": gate, "out": out}, {**rows, "S": steps, "R": 600})
+    report("window", out, kernel.attend_window(g, **window_inputs, gate=gate, tiles=WindowTiles()))
     g, steps = FULL, 300
     inputs = {
         "q_nope": randn(1, steps, g.heads, g.nope),
