@@ -194,9 +194,14 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     for phase in family.phases(config, limits.max_draft_len):
         net = Network(backend, capability, source, WeightPolicy(request.weights))
         defined[phase] = net, family.define(net, config, phase, limits.engine_limits())
-    cache_plan = CachePlan.from_tensors(
-        _inputs(*defined["context"]), limits.max_batch_size, limits.max_seq_len
-    )
+    # The generation engine works on the same slots as the context engine, a draft engine on more.
+    slot_tensors = [
+        spec
+        for phase in defined
+        if phase in ("context", "draft")
+        for spec in _inputs(*defined[phase])
+    ]
+    cache_plan = CachePlan.from_tensors(slot_tensors, limits.max_batch_size, limits.max_seq_len)
     _announce_memory([net for net, _ in defined.values()], cache_plan, identity)
 
     with atomic_directory(engine_dir, "engine directory") as work:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from build_scripts import output
 from build_scripts.sounds import Sounds
@@ -19,6 +21,7 @@ from runtime.engine import Engine
 from runtime.requests import GenerationRequest
 from runtime.sampling import SamplingParams
 from runtime.session import Session, prompt_logits
+from runtime.speculative import draft_logits
 from triton_repo.frontend.detokenize import Detokenizer
 from triton_repo.frontend.tokenizer import Tokenizer, load_tokenizer
 
@@ -89,6 +92,7 @@ class Wish:
     top_p: float | None = None
     seed: int | None = None
     ignore_eos: bool = False
+    num_draft_tokens: int | None = None
 
 
 def run(
@@ -97,6 +101,7 @@ def run(
     wish: Wish,
     *,
     logits_path: Path | None,
+    draft_logits_path: Path | None,
     tokenizer_dir: Path | None,
     executor: str,
     device: str,
@@ -140,23 +145,32 @@ def run(
         )
         request.check(engine.config)
         if logits_path is not None:
-            timings["logits_s"] = _write_logits(engine, request, logits_path)
+            timings["logits_s"] = _write_logits(
+                logits_path, lambda: prompt_logits(engine, ids, audio=audio)
+            )
+        if draft_logits_path is not None:
+            timings["draft_logits_s"] = _write_logits(
+                draft_logits_path, lambda: draft_logits(engine, ids)
+            )
         result: dict[str, Any] = {"prompt_ids": ids, "output_ids": [], "text": ""}
         result["finish_reason"] = "length"
         if wish.max_new_tokens > 0:
-            result |= _generate(engine, request, tokenizer, stream, timings)
+            result |= _generate(engine, request, wish, tokenizer, stream, timings)
         result["executor"] = engine.executor.name
     finally:
         engine.close()
     result["timings"] = {key: round(value, 6) for key, value in timings.items()}
     if logits_path is not None:
         result["logits"] = str(logits_path)
+    if draft_logits_path is not None:
+        result["draft_logits"] = str(draft_logits_path)
     return result
 
 
 def _generate(
     engine: Engine,
     request: GenerationRequest,
+    wish: Wish,
     tokenizer: Tokenizer | None,
     stream: bool,
     timings: dict[str, float],
@@ -174,7 +188,7 @@ def _generate(
             sys.stdout.flush()
 
     start = time.perf_counter()
-    with closing(Session(engine)) as session:
+    with closing(Session(engine, num_draft_tokens=wish.num_draft_tokens)) as session:
         for event in session.submit(request):
             if event.error is not None:
                 raise InputError("the generation failed", found=event.error)
@@ -190,16 +204,22 @@ def _generate(
                 show(detokenizer.feed(event.token_id))
         if detokenizer is not None:
             show(detokenizer.flush())
+        totals = session.stats().totals
     timings["generate_s"] = time.perf_counter() - start
     if stream:
         sys.stdout.write("\n")
     text = "".join(parts) if detokenizer is not None else ""
-    return {"output_ids": output_ids, "text": text, "finish_reason": reason}
+    result: dict[str, Any] = {"output_ids": output_ids, "text": text, "finish_reason": reason}
+    if "draft" in engine.config.engines:
+        calls, drafted, accepted = totals.generation_calls, totals.drafted, totals.accepted
+        result["drafts"] = {"steps": calls, "verified": drafted, "accepted": accepted}
+        output.say(f"{accepted} of {drafted} draft tokens accepted in {calls} steps")
+    return result
 
 
-def _write_logits(engine: Engine, request: GenerationRequest, path: Path) -> float:
+def _write_logits(path: Path, compute: Callable[[], torch.Tensor]) -> float:
     start = time.perf_counter()
-    values = prompt_logits(engine, request.prompt_ids, audio=request.audio).float().cpu().numpy()
+    values = compute().float().cpu().numpy()
     with path.open("wb") as file:
         np.save(file, values.astype(np.float32, copy=False))
     output.say(f"logits of {values.shape[0]} prompt tokens: {path} {list(values.shape)} float32")

@@ -44,6 +44,22 @@ def command(
             help="Write the prompt's logits, float32 \\[prompt_tokens, vocab].",
         ),
     ] = None,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens",
+            min=0,
+            help="Draft tokens per step; default: as many as the engines verify.",
+        ),
+    ] = None,
+    draft_logits: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft-logits",
+            metavar="OUT.npy",
+            help="Write the draft layer's logits, float32 \\[prompt_tokens - 1, vocab].",
+        ),
+    ] = None,
     temperature: Annotated[
         float | None,
         typer.Option("--temperature", help="0 is greedy; default: 1 with --top-k/--top-p, else 0."),
@@ -88,8 +104,11 @@ def command(
         result = generation.run(
             engine_dir,
             generation.Prompt(prompt, ids, ids_file, Sounds(tuple(audio or ()), request)),
-            generation.Wish(max_new_tokens, temperature, top_k, top_p, seed, ignore_eos),
+            generation.Wish(
+                max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, num_draft_tokens
+            ),
             logits_path=logits,
+            draft_logits_path=draft_logits,
             tokenizer_dir=tokenizer,
             executor=executor.value,
             device=device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,6 @@ def finite(value: float) -> float:
 def score(
     ours: Mapping[str, torch.Tensor],
     reference: Mapping[str, torch.Tensor],
-    canonical: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> Score:
     """Compare taps and logits, [tokens, ...] each, with the same tokens of the reference."""
     taps = {}
@@ -87,7 +86,7 @@ def score(
             continue
         if tap not in reference:
             raise InputError("the reference has no such value", where=f"tap {tap}")
-        taps[tap] = difference(tap, canonical(tap, value), reference[tap])
+        taps[tap] = difference(tap, value, reference[tap])
     return Score(taps, _logits_score(ours[LOGITS], reference[LOGITS]))
 
 

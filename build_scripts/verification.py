@@ -9,7 +9,7 @@ proves nothing; therefore each of the family's negative controls has to fail it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -233,6 +233,10 @@ class TapExecutor:
         self.taps = {tap: results[tap] for tap in taps}
         return results[LOGITS]
 
+    def output(self, name: str) -> torch.Tensor:
+        """No other engine follows this one."""
+        raise KeyError(name)
+
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See `Executor.encode`; the taps are in `taps` afterwards."""
@@ -251,13 +255,17 @@ def _in_float32(spec: TensorSpec) -> TensorSpec:
 
 
 def observe(
-    engine: Engine, ids: Sequence[int], split: int, audio: AudioRows | None = None
+    engine: Engine,
+    ids: Sequence[int],
+    split: int,
+    canonical: Callable[[str, torch.Tensor], torch.Tensor],
+    audio: AudioRows | None = None,
 ) -> dict[Phase, dict[str, torch.Tensor]]:
     """Run `ids` through an engine over a `TapExecutor` and collect taps and logits per token.
 
     The first `split` tokens go through the context engine in chunks, the rest through the
     generation engine if the executor has it. Returns per phase every tap and "logits",
-    [tokens of the phase, ...].
+    [tokens of the phase, ...], taps in their `canonical` form.
     """
     executor = engine.executor
     assert isinstance(executor, TapExecutor)
@@ -274,7 +282,8 @@ def observe(
         count = min(end - start, chunk if phase == "context" else engine.config.step_tokens)
         logits = engine.step(phase, 0, [Row(ids, start, count, range(count), audio)])
         for tap, value in {**executor.taps, LOGITS: logits}.items():
-            parts[phase].setdefault(tap, []).append(value[0, :count].clone())
+            piece = canonical(tap, value[0, :count]).clone()
+            parts[phase].setdefault(tap, []).append(piece)
         start += count
     return {
         phase: {tap: torch.cat(values) for tap, values in taps.items()}
@@ -326,11 +335,8 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         executor = TapExecutor(config, chosen, bound, promote)
         engine = Engine(config, executor, gathered)
         rows, differences = _listen(engine, oracle, heard) if heard else (None, {})
-        seen = observe(engine, ids, split, rows)
-        scores = {
-            phase: score(values, expected[phase], oracle_module.canonical)
-            for phase, values in seen.items()
-        }
+        seen = observe(engine, ids, split, oracle_module.canonical, rows)
+        scores = {phase: score(values, expected[phase]) for phase, values in seen.items()}
         return scores, differences
 
     controls = controls_module.negative_controls(checkpoint_config)

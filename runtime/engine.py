@@ -117,6 +117,9 @@ class Engine:
             "new_lengths": torch.from_numpy(new),
             "logits_positions": torch.from_numpy(positions),
         }
+        if entry.input("rejected_lengths") is not None:
+            rejected = [row.rejected if row else 0 for row in rows]
+            inputs["rejected_lengths"] = torch.tensor(rejected, dtype=torch.int32)
         span = entry.profile.get("attention_span")
         if span is not None:
             length = max(_round_up(int((past + new).max())), span.min[0])

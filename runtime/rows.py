@@ -18,6 +18,7 @@ class Row:
         count: ids of this call.
         logits: which of them want logits, as indices into the call's ids.
         audio: rows of the audio engine, for engines that take them.
+        rejected: ids at the end of the slot's call before that did not become part of the sequence.
     """
 
     sequence: Sequence[int]
@@ -25,3 +26,4 @@ class Row:
     count: int
     logits: Sequence[int] = ()
     audio: AudioRows | None = None
+    rejected: int = 0

@@ -3,8 +3,9 @@
 One `step` admits waiting requests into free slots in order of arrival, feeds one chunk of prompts,
 and lets every running sequence make one token. Not thread-safe; `runtime.session` drives it.
 
-A generation call has room for `1 + max_draft_len` tokens per slot. This scheduler fills the first;
-verification of draft tokens needs only longer rows here and their acceptance in `_decode`.
+A generation call is uniform: every running slot brings its newest token and as many drafts as all
+others, padding slots bring nothing; whatever has another length is a prompt and goes through the
+context engine. What is accepted of the drafts is decided between calls, see `runtime.speculative`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from plugins.support.errors import ToolchainError
 from runtime.contract import TOKEN_BLOCK, Phase
 from runtime.engine import Engine
@@ -21,6 +24,7 @@ from runtime.requests import FinishReason, GenerationRequest, Timings, TokenEven
 from runtime.rows import Row
 from runtime.sampling import Sampled, TokenChooser, choose_tokens
 from runtime.slots import SlotPool
+from runtime.speculative import HIDDEN, Drafter, DraftState, checked_count
 
 
 @dataclass(eq=False)
@@ -32,6 +36,8 @@ class Job:
         emit: gets every event, in order; the last one has a finish reason.
         timings: filled as things happen.
         cancelled: set by anyone, at any time; heeded at the next step.
+        drafts: what is guessed to come next.
+        rejected: tokens of the last generation call that did not stay.
     """
 
     request: GenerationRequest
@@ -42,6 +48,8 @@ class Job:
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
     chooser: TokenChooser | None = None
+    drafts: DraftState = field(default_factory=DraftState)
+    rejected: int = 0
 
     @property
     def prompt_length(self) -> int:
@@ -80,6 +88,7 @@ class Totals:
         queue_wait_s, time_to_first_token_s: sums over requests that got that far.
         scheduled, answered: how many got that far.
         decode_s, decode_tokens: time between tokens, and how many such gaps.
+        drafted, accepted: draft tokens that were verified, and that became part of an answer.
     """
 
     finished: dict[FinishReason, int] = field(
@@ -95,6 +104,8 @@ class Totals:
     time_to_first_token_s: float = 0.0
     decode_tokens: int = 0
     decode_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Scheduler:
@@ -102,10 +113,15 @@ class Scheduler:
 
     Args:
         engine: opened; nobody else may use its slots meanwhile.
+        num_draft_tokens: drafts per generation call; None = as many as the engines verify.
+
+    Raises UsageError for more drafts than the engines verify.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, num_draft_tokens: int | None = None) -> None:
         self._engine = engine
+        count = checked_count(engine.config, num_draft_tokens)
+        self._drafter = Drafter(engine, count) if count else None
         self._pool = SlotPool(engine.slots)
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
@@ -245,11 +261,26 @@ class Scheduler:
         needed = max(ready) + 1
         width = next(w for w in self._engine.executor.generation_widths if w >= needed)
         jobs = [ready.get(slot) for slot in range(width)]
-        rows = [
-            Row(job.tokens, job.cached, 1, (0,), job.request.audio) if job else None for job in jobs
-        ]
+        if self._drafter is not None:
+            try:
+                drafts = {slot: job.drafts for slot, job in ready.items()}
+                self._drafter.extend(drafts, width)
+            except Exception as error:
+                for job in ready.values():
+                    self._finish_with_error(job, _message(error))
+                return
+        rows = [self._step_row(job) if job else None for job in jobs]
         self.totals.generation_calls += 1
         self._call("generation", 0, jobs, rows)
+
+    def _step_row(self, job: Job) -> Row:
+        """The newest token of a job and its drafts, all to be verified."""
+        drafts = job.drafts.tokens if self._drafter is not None else []
+        count = 1 + len(drafts)
+        sequence = [*job.tokens, *drafts] if drafts else job.tokens
+        return Row(
+            sequence, job.cached, count, range(count), job.request.audio, rejected=job.rejected
+        )
 
     def _call(
         self, phase: Phase, first: int, jobs: Sequence[Job | None], rows: Sequence[Row | None]
@@ -261,20 +292,53 @@ class Scheduler:
         ]
         try:
             logits = self._engine.step(phase, first, rows)
-            wanted = [(index, job) for index, job, row in taking_part if row.logits]
-            choosers = [job.chooser for _, job in wanted if job.chooser is not None]
-            picked = [index for index, _ in wanted]
-            sampled = choose_tokens(logits[picked, 0], choosers) if wanted else []
+            self._choose(logits, taking_part)
+            if phase == "context":
+                self.totals.prompt_tokens += sum(row.count for _, _, row in taking_part)
+            if self._drafter is not None:
+                self._follow(first, len(rows), taking_part)
         except Exception as error:
             for _, job, _ in taking_part:
-                self._finish_with_error(job, _message(error))
-            return
-        for _, job, row in taking_part:
-            job.cached += row.count
-            if phase == "context":
-                self.totals.prompt_tokens += row.count
-        for (_, job), result in zip(wanted, sampled, strict=True):
-            self._take(job, result)
+                if self._active.get(job.slot) is job:
+                    self._finish_with_error(job, _message(error))
+
+    def _choose(self, logits: torch.Tensor, calls: Sequence[tuple[int, Job, Row]]) -> None:
+        """Take tokens from a call's logits: one, and one more for every draft that was right."""
+        going_on = [(index, job, row) for index, job, row in calls if row.logits]
+        place = -1
+        while going_on:
+            place += 1
+            choosers = [job.chooser for _, job, _ in going_on if job.chooser is not None]
+            picked = [index for index, _, _ in going_on]
+            sampled = choose_tokens(logits[picked, place], choosers)
+            further = []
+            for (index, job, row), result in zip(going_on, sampled, strict=True):
+                self._take(job, result)
+                known = row.start + place + 1
+                if place + 1 < len(row.logits) and result.token_id == row.sequence[known]:
+                    self.totals.accepted += 1
+                    if self._active.get(job.slot) is job:
+                        further.append((index, job, row))
+            going_on = further
+        for _, job, row in calls:
+            verified = len(row.logits) > 1
+            # Of a step stays what a chosen token lies behind.
+            stays = len(job.tokens) - 1 - row.start if verified else row.count
+            self.totals.drafted += len(row.logits) - 1 if verified else 0
+            job.rejected = row.count - stays
+            job.cached += stays
+
+    def _follow(self, first: int, width: int, calls: Sequence[tuple[int, Job, Row]]) -> None:
+        """Let the draft engine read what the text engine has read, as far as it was accepted."""
+        assert self._drafter is not None
+        states: list[DraftState | None] = [None] * width
+        next_ids: list[list[int]] = [[]] * width
+        for index, job, row in calls:
+            if self._active.get(job.slot) is job:
+                states[index] = job.drafts
+                next_ids[index] = job.tokens[row.start + 1 : job.cached + 1]
+        if any(states):
+            self._drafter.follow(first, states, next_ids, self._engine.executor.output(HIDDEN))
 
     def _take(self, job: Job, sampled: Sampled) -> None:
         """Add one token to a job and end the job if that was its last."""

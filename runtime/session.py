@@ -137,17 +137,25 @@ class Session:
         engine: opened; the session has it alone until `close`.
         max_queue: most requests that wait for a slot; None = any number.
         threaded: whether a worker thread drives it. Without, call `step` (or iterate a handle).
+        num_draft_tokens: drafts per generation call; None = as many as the engines verify.
 
-    Raises UsageError when the engine is in use. A context manager; leaving it closes the session.
+    Raises UsageError when the engine is in use or verifies fewer drafts. A context manager;
+    leaving it closes the session.
     """
 
-    def __init__(self, engine: Engine, max_queue: int | None = None, threaded: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_queue: int | None = None,
+        threaded: bool = True,
+        num_draft_tokens: int | None = None,
+    ) -> None:
         self.engine = engine
         self.threaded = threaded
         self._max_queue = max_queue
+        self._scheduler = Scheduler(engine, num_draft_tokens)
         self._claim = ExitStack()
         self._claim.enter_context(engine.claim())
-        self._scheduler = Scheduler(engine)
         self._wake = threading.Condition()
         self._arrived: list[Job] = []
         self._work = False

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from plugins.support.dtypes import BY_NAME
-from runtime.contract import TensorSpec
+from runtime.contract import EngineConfig, Phase, TensorSpec
 
 
 class SlotPool:
@@ -112,3 +112,14 @@ class SlotMemory:
         """Bytes allocated, both copies of the states included."""
         tensors = [*self._caches.values(), *self._states.values(), *self._next.values()]
         return sum(tensor.nbytes for tensor in tensors)
+
+
+def open_memory(config: EngineConfig, device: torch.device) -> dict[Phase, SlotMemory]:
+    """Memory of the text engines under "context", and of the draft engine where there is one."""
+    slots = config.build_config.max_batch_size
+    phases: tuple[Phase, ...] = ("context", "draft")
+    return {
+        phase: SlotMemory(config.engines[phase].of_kind("cache", "state"), slots, device)
+        for phase in phases
+        if phase in config.engines
+    }

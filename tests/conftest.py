@@ -69,3 +69,20 @@ def deterministic_engine(
 def trained_engine(trained_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engine directory of the trained checkpoint: 8 slots, 256 tokens, chunks of 64."""
     return _made_once(tmp_path_factory, "trained-engine", lambda p: _build(trained_checkpoint, p))
+
+
+@pytest.fixture(scope="session")
+def drafting_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engine directory of a random Dots3 NOTE: 4 slots, 128 tokens, chunks of 64, 3 drafts."""
+
+    def make(path: Path) -> None:
+        from build_scripts.engines import Request, build
+        from converters.checkpoint.convert import convert
+        from tests.fixtures.dots3_random import write
+
+        hf_dir = write(path.with_name(f"{path.name}-hf"))
+        convert(hf_dir, path.with_name(f"{path.name}-checkpoint"))
+        limits = Request(4, 128, None, 3, 64, 8192, "tensorrt_rtx", ("8.9",), "auto")
+        build(path.with_name(f"{path.name}-checkpoint"), path, limits)
+
+    return _made_once(tmp_path_factory, "drafting-engine", make)

@@ -361,7 +361,8 @@ class _DraftNetwork:
             x = linear(net, joined, "mtp.eh_proj", hidden)
         with net.scope("mtp.layer"):
             kind = layers.kind(config.dots3.sliding)
-            x = layers.layer("mtp.layers.0", "mtp", x, kind, dense=True)
+            label = str(config.num_hidden_layers)
+            x = layers.layer("mtp.layers.0", label, x, kind, dense=True)
         with net.scope("mtp.head"):
             x = layers.norm(x, "mtp.ln_f", hidden)
             net.output(x, "hidden_states.next_draft")

@@ -148,7 +148,7 @@ class TextEngine:
 
         The W - 1 rows before the call are carried as the state of that name. Where drafts are
         verified it holds max_draft_len rows more: the newest `rejected` of them belong to tokens
-        that were not accepted and are passed over.
+        that were not accepted, in one call or several, and are passed over.
 
         Args:
             rows: [B, S, D] of this call.
@@ -160,22 +160,25 @@ class TextEngine:
         net, extra = self.net, self.limits.max_draft_len
         width, past = net.shape(rows)[2], window - 1
         state = self.state(name, self.dtype, (past + extra, width))
-        kept = state
-        if extra:
-            first = net.unsqueeze(net.sub(extra, self._rejected_lengths()), [1])
-            index = net.add(first, net.unsqueeze(net.iota(past), [0]))
-            kept = net.gather(state, index, axis=1, elementwise_dims=1)
-        joined = net.concat([kept, rows], 1)
+        whole = net.concat([state, rows], 1)
         if not extra:
-            self.next_state(name, last_rows(net, joined, self.new, past))
-            return joined
-        # The newest rows of the joined ones; more of them than there are need no value.
-        first = net.unsqueeze(net.sub(self.new, extra), [1])
-        index = net.add(first, net.unsqueeze(net.iota(past + extra), [0]))
-        newest = net.gather(joined, net.maximum(index, 0), axis=1, elementwise_dims=1)
+            self.next_state(name, last_rows(net, whole, self.new, past))
+            return whole
+        rejected = net.unsqueeze(self._rejected_lengths(), [1])
+
+        def pick(first: Tensor, count: Dim) -> Tensor:
+            """Rows of state and call together, from the `first` on, as if those that were rejected
+            were not there. Rows that have left the state are arbitrary ones.
+            """
+            index = net.maximum(net.add(net.unsqueeze(net.iota(count), [0]), first), 0)
+            kept = net.less(index, net.sub(past + extra, rejected))
+            index = net.select(kept, index, net.add(index, rejected))
+            return net.gather(whole, index, axis=1, elementwise_dims=1)
+
+        newest = pick(net.sub(net.unsqueeze(self.new, [1]), rejected), past + extra)
         active = net.unsqueeze(self.active, [1, 2])
         self.next_state(name, net.select(active, newest, state))
-        return joined
+        return pick(net.sub(extra, rejected), net.dim_add(self.count, past))
 
     def _rejected_lengths(self) -> Tensor:
         """int32 [B], drafts of the call before that were not accepted; only where it matters."""

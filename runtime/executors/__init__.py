@@ -48,6 +48,9 @@ class Executor(Protocol):
             states of the range are those after the call.
         """
 
+    def output(self, name: str) -> torch.Tensor:
+        """A further output of the last `step`, on `device`, valid until the next one."""
+
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the audio engine once, beside and independent of `step`.
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from runtime.contract import PHASES, EngineConfig, Phase
+from runtime.contract import EngineConfig, Phase
 from runtime.executors.weights import MappedWeights
 from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.program import Program
-from runtime.slots import SlotMemory
+from runtime.slots import open_memory
 
 
 class InterpreterExecutor:
@@ -39,31 +39,39 @@ class InterpreterExecutor:
         }
         self._encoding = threading.Lock()
         self._inputs = {
-            phase: [tensor.name for tensor in config.engines[phase].of_kind("token", "host")]
-            for phase in PHASES
+            phase: [tensor.name for tensor in entry.of_kind("token", "host")]
+            for phase, entry in config.engines.items()
         }
-        slot_tensors = config.engines["context"].of_kind("cache", "state")
-        self._memory = SlotMemory(slot_tensors, slots, device)
+        self._memory = open_memory(config, device)
+        self._outputs: dict[str, torch.Tensor] = {}
 
     def begin(self, slot: int) -> None:
         """See `Executor.begin`."""
-        self._memory.begin(slot)
+        for memory in self._memory.values():
+            memory.begin(slot)
 
     def end(self, slot: int, poisoned: bool = False) -> None:
         """See `Executor.end`."""
-        self._memory.end(slot, poisoned)
+        for memory in self._memory.values():
+            memory.end(slot, poisoned)
 
     @torch.inference_mode()
     def step(self, phase: Phase, first: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See `Executor.step`."""
         count = inputs["input_ids"].shape[0]
         bound = {name: inputs[name].to(self.device) for name in self._inputs[phase]}
-        bound |= self._memory.inputs(first, count)
+        memory = self._memory["draft" if phase == "draft" else "context"]
+        bound |= memory.inputs(first, count)
         outputs = self._interpreters[phase].run(bound)
-        for name, tensor in self._memory.next_states(first, count).items():
+        for name, tensor in memory.next_states(first, count).items():
             tensor.copy_(outputs[f"{name}.next"])
-        self._memory.commit(first, count)
+        memory.commit(first, count)
+        self._outputs = outputs
         return outputs["logits"]
+
+    def output(self, name: str) -> torch.Tensor:
+        """See `Executor.output`."""
+        return self._outputs[name]
 
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -76,4 +84,5 @@ class InterpreterExecutor:
     def close(self) -> None:
         """Drop programs, weights and memory."""
         self._interpreters.clear()
-        self._memory = SlotMemory((), 0, self.device)
+        self._memory.clear()
+        self._outputs = {}

@@ -25,10 +25,10 @@ from plugins.support.dtypes import BY_NAME
 from plugins.support.errors import CapabilityError, InputError
 from plugins.trt.backend import Backend, load_backend
 from plugins.trt.types import from_trt
-from runtime.contract import PHASES, EngineConfig, EngineEntry, Phase
+from runtime.contract import EngineConfig, EngineEntry, Phase
 from runtime.executors.stream import CudaStream, Stream
 from runtime.executors.weights import MappedWeights
-from runtime.slots import SlotMemory
+from runtime.slots import open_memory
 
 # Calls of one form before its graph is captured: the first ones may still compile or allocate.
 _WARM_UP_CALLS = 2
@@ -65,55 +65,68 @@ class TensorRTExecutor:
         self._stream = stream or CudaStream(device)
         slots = config.build_config.max_batch_size
         self.generation_widths: Sequence[int] = _widths(slots)
-        self._entries = {phase: config.engines[phase] for phase in PHASES}
+        self._entries: dict[Phase, EngineEntry] = {
+            phase: entry for phase, entry in config.engines.items() if phase != "audio"
+        }
         self._weights = MappedWeights(engine_dir / config.weights.file, device)
         self._generation_calls: dict[tuple[int, bool], _Call] = {}
         # Inside, the stream's device is the current one, which is the one TensorRT works on.
         with self._stream.ordered():
-            self._memory = SlotMemory(
-                self._entries["context"].of_kind("cache", "state"), slots, device
-            )
+            self._memory = open_memory(config, device)
             self._runtime = self._trt.Runtime(self._logger)
             self._engines = {
-                phase: self._deserialize(engine_dir, self._entries[phase]) for phase in PHASES
+                phase: self._deserialize(engine_dir, entry)
+                for phase, entry in self._entries.items()
             }
             sizes = [int(engine.device_memory_size_v2) for engine in self._engines.values()]
             self._scratch = torch.empty(max(1, *sizes), dtype=torch.uint8, device=device)
-            self._buffers = {phase: _Buffers(self._entries[phase], device) for phase in PHASES}
-            self._context_call = self._new_call("context")
+            self._buffers = {p: _Buffers(entry, device) for p, entry in self._entries.items()}
+            # Calls of any number of tokens; those of uniform decode have contexts of their own.
+            self._calls: dict[Phase, _Call] = {
+                phase: self._new_call(phase) for phase in self._entries if phase != "generation"
+            }
+            self._outputs: dict[str, torch.Tensor] = {}
         self._audio = self._open_audio(config, engine_dir)
 
     def begin(self, slot: int) -> None:
         """See `Executor.begin`."""
-        self._memory.begin(slot)
+        for memory in self._memory.values():
+            memory.begin(slot)
 
     def end(self, slot: int, poisoned: bool = False) -> None:
         """See `Executor.end`."""
-        self._memory.end(slot, poisoned)
+        for memory in self._memory.values():
+            memory.end(slot, poisoned)
 
     def step(self, phase: Phase, first: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See `Executor.step`. Raises CapabilityError with TensorRT's words when a call fails."""
         count = inputs["input_ids"].shape[0]
         with self._stream.ordered():
             bound = self._buffers[phase].fill(inputs)
-            bound |= self._memory.inputs(first, count)
+            memory = self._memory["draft" if phase == "draft" else "context"]
+            bound |= memory.inputs(first, count)
             logits = self._buffers[phase].logits(inputs["logits_positions"].shape)
-            outputs = {"logits": logits}
-            for name, tensor in self._memory.caches(first, count).items():
+            self._outputs = self._buffers[phase].outputs(inputs["input_ids"].shape)
+            outputs = {"logits": logits, **self._outputs}
+            for name, tensor in memory.caches(first, count).items():
                 outputs[f"{name}.updated"] = tensor
-            for name, tensor in self._memory.next_states(first, count).items():
+            for name, tensor in memory.next_states(first, count).items():
                 outputs[f"{name}.next"] = tensor
-            if phase == "context":
-                self._context_call.run(bound, outputs)
+            if phase != "generation":
+                self._calls[phase].run(bound, outputs)
             else:
                 # A range that does not start at slot 0 has other addresses, hence no graph.
-                key = (count, self._memory.swapped)
+                key = (count, memory.swapped)
                 if first == 0 and key not in self._generation_calls:
                     self._generation_calls[key] = self._new_call(phase)
                 call = self._generation_calls[key] if first == 0 else self._new_call(phase)
                 call.run(bound, outputs, repeats=first == 0)
-            self._memory.commit(first, count)
+            memory.commit(first, count)
         return logits
+
+    def output(self, name: str) -> torch.Tensor:
+        """See `Executor.output`."""
+        return self._outputs[name]
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See `Executor.encode`."""
@@ -135,11 +148,11 @@ class TensorRTExecutor:
         """Free contexts, engines and memory, in that order."""
         self._generation_calls.clear()
         self._audio = None
-        del self._context_call
+        self._calls.clear()
         self._engines.clear()
         del self._runtime
         del self._scratch, self._weights, self._buffers
-        self._memory = SlotMemory((), 0, self.device)
+        self._memory.clear()
 
     def _deserialize(self, engine_dir: Path, entry: EngineEntry) -> Any:
         path = engine_dir / entry.file
@@ -232,6 +245,20 @@ class _Buffers:
         self._logits = torch.zeros(
             rows * self._vocab, dtype=BY_NAME[logits.dtype].torch, device=device
         )
+
+        # Values per token that other engines take: [B, S, width] for as many tokens as a call has.
+        tokens = prod(entry.profile["input_ids"].max)
+        self._further = {
+            spec.name: torch.zeros(
+                tokens, spec.shape[-1], dtype=BY_NAME[spec.dtype].torch, device=device
+            )
+            for spec in entry.outputs
+            if spec.kind == "output"
+        }
+
+    def outputs(self, shape: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Where outputs per token of a call with ids of this shape go, [B, S, width]."""
+        return {n: t[: prod(shape)].view(*shape, -1) for n, t in self._further.items()}
 
     def fill(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy the inputs to the device; returns the bound views."""

@@ -101,9 +101,8 @@ def test_another_rotary_base_is_seen(expected: Tensor, kind: str) -> None:
 def test_biased_router_weights_are_seen(expected: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The correction bias chooses experts; it must not weigh them."""
     from converters.dots3 import network
+    from converters.layers.moe import sigmoid_router as right
     from plugins.trt.network import Network
-
-    right = network.sigmoid_router
 
     def biased(net: Network, x: Tensor, name: str, experts: object, **options: object) -> object:
         gathered = net.gather_elements

@@ -70,7 +70,7 @@ def test_engine_has_the_expected_parts(
     assert names == set(definition.kinds) | set(net.weight_inputs)
     assert set(definition.profile) == set(definition.kinds)
     states = {name for name, kind in definition.kinds.items() if kind == "state"}
-    assert states == ({"window_state.mtp"} if phase == "draft" else {"window_state.1"})
+    assert states == ({"window_state.3"} if phase == "draft" else {"window_state.1"})
     outputs = {tensor.name for tensor in report.outputs}
     assert {f"{name}.next" for name in states} | {"logits"} <= outputs
     hidden = {"draft": "hidden_states.next_draft"}.get(phase, "hidden_states")
