@@ -28,6 +28,8 @@ from build_scripts import output
 
 CLIENTS = 8
 READY_TIMEOUT_S = 120
+# What a family's engines are built with beyond the limits.
+OPTIONS = {"dots3": " --max-draft-len 3"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _serve_and_ask(repository: Path, samples: list[tuple[str, str]], max_tokens:
 def main() -> None:
     """Make the small checkpoint in DIRECTORY/model, run the chain on it and talk to the server."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--family", default="qwen38", choices=("qwen38",))
+    parser.add_argument("--family", default="qwen38", choices=("qwen38", "dots3"))
     parser.add_argument("directory", type=Path, help="replaced when it exists")
     arguments = parser.parse_args()
     root: Path = arguments.directory
@@ -153,7 +155,7 @@ def main() -> None:
     begin = time.perf_counter()
     _run(f"python -m tests.fixtures.{arguments.family}_checkpoint {model}", timings)
     _run(f"build-engine convert {model} {root / 'checkpoint'}", timings)
-    limits = f"--max-batch-size {CLIENTS} --max-seq-len 512"
+    limits = f"--max-batch-size {CLIENTS} --max-seq-len 512{OPTIONS.get(arguments.family, '')}"
     _run(f"build-engine build {root / 'checkpoint'} {engine} {limits}", timings)
     _run(f"build-engine verify {engine} --against {model}", timings)
     _run(f"build-engine repo {engine} {repository}", timings)

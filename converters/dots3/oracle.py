@@ -128,18 +128,7 @@ class DraftOracle:
         from transformers.models.dots3_note import modeling_dots3_note as modeling
 
         config = text.model.config
-        own = config.to_dict()
-        own["num_hidden_layers"] += 1
-        own["layer_types"] = [*own["layer_types"], "sliding_attention"]
-        own["mlp_layer_types"] = [*own["mlp_layer_types"], "dense"]
-        own["per_layer_config"] = {
-            **own["per_layer_config"],
-            str(config.num_hidden_layers): own["per_layer_config"][
-                str(own["layer_types"].index("sliding_attention"))
-            ],
-        }
-        extended = type(config)(**own)
-        extended._attn_implementation = "eager"
+        extended = draft_config(config)
         self._window = config.sliding_window
         tensors = _draft_tensors(hf_dir, config.num_hidden_layers, dtype)
         self.layer = modeling.Dots3NoteTextDecoderLayer(extended, config.num_hidden_layers).eval()
@@ -178,6 +167,19 @@ class DraftOracle:
         x = self.layer(x, attention_mask=mask[None, None], position_embeddings=angles)[0]
         x = self._norm(x, "shared_head.norm.weight")
         return self._head(x), x
+
+
+def draft_config(config: Any) -> Any:
+    """The text configuration with one more layer: a sliding one with a dense MLP."""
+    own = config.to_dict()
+    sliding = own["per_layer_config"][str(own["layer_types"].index("sliding_attention"))]
+    own["per_layer_config"] = {**own["per_layer_config"], str(own["num_hidden_layers"]): sliding}
+    own["num_hidden_layers"] += 1
+    own["layer_types"] = [*own["layer_types"], "sliding_attention"]
+    own["mlp_layer_types"] = [*own["mlp_layer_types"], "dense"]
+    extended = type(config)(**own)
+    extended._attn_implementation = "eager"
+    return extended
 
 
 def _draft_tensors(hf_dir: Path, index: int, dtype: str) -> dict[str, Tensor]:
