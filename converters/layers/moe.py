@@ -24,6 +24,8 @@ _TILE = 16
 _SLACK = 2
 # Copies of expert matrices that a step may hold.
 _GATHER_LIMIT_BYTES = 1 << 30
+# Up to here reading the weights takes longer than the products, so room to spare costs nothing.
+_ONE_ROUND_TOKENS = 128
 # A rank that no round reaches.
 _NEVER = 1 << 30
 
@@ -144,6 +146,8 @@ def run_experts(
         values = 3 * experts.intermediate * experts.hidden * experts.chosen * max_tokens
         if dtype(net.dtype(x)).nbytes(values) <= _GATHER_LIMIT_BYTES:
             return gather_experts(net, x, ids, weights, experts)
+        if max_tokens <= _ONE_ROUND_TOKENS:
+            return capacity_experts(net, x, ids, weights, experts, valid, max_tokens=max_tokens)
     return capacity_experts(net, x, ids, weights, experts, valid)
 
 
@@ -162,22 +166,31 @@ def gather_experts(
 
 
 def capacity_experts(
-    net: Network, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, valid: Tensor
+    net: Network,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    valid: Tensor,
+    *,
+    max_tokens: int | None = None,
 ) -> Tensor:
     """The sum of `run_experts` by collecting each expert's tokens in a table of limited room.
 
     The tokens of an expert are ranked in their order; round r serves ranks from r * room on. The
-    number of rounds comes from the fullest expert, so that no token is dropped.
+    number of rounds comes from the fullest expert, so that no token is dropped. With `max_tokens`
+    there is room for that many tokens in every expert, hence one round and no loop.
     """
     tokens = net.dim(x, 0)
     pairs = net.dim_mul(tokens, experts.chosen)
-    even_spread = net.dim_floor_div(net.dim_mul(pairs, _SLACK), experts.count)
-    room = net.dim_mul(net.dim_add(net.dim_floor_div(even_spread, _TILE), 1), _TILE)
+    room: Dim
+    if max_tokens is not None:
+        room = -(-max_tokens // _TILE) * _TILE
+    else:
+        even_spread = net.dim_floor_div(net.dim_mul(pairs, _SLACK), experts.count)
+        room = net.dim_mul(net.dim_add(net.dim_floor_div(even_spread, _TILE), 1), _TILE)
     slots = net.dim_mul(room, experts.count)
     rank, fullest = _ranks(net, ids, valid, experts.count)
-    rounds = net.floor_div(
-        net.add(fullest, _operand(net, net.dim_sub(room, 1), 2)), _operand(net, room, 2)
-    )
 
     kind = net.dtype(x)
     gate_up, down = experts.gate_up(net, kind), experts.down(net, kind)
@@ -186,12 +199,9 @@ def capacity_experts(
     token_ids = net.reshape(token_ids, [pairs])
     factor = net.unsqueeze(net.cast(weights, "float32"), [2])
     empty = net.expand(net.literal(torch.zeros(1, dtype=torch.int32)), [net.dim_add(slots, 1)])
-    nothing = net.expand(net.literal(torch.zeros(1, 1)), [tokens, experts.hidden])
 
-    with net.loop(net.reshape(net.cast(rounds, "int64"), [1])) as loop:
-        done = loop.carry(net.literal(torch.zeros(1, 1, dtype=torch.int32)))
-        total = loop.carry(nothing)
-        place = net.sub(rank, done)
+    def served_by_round(place: Tensor) -> Tensor:
+        """float32 [N, H] of the pairs whose place int32 [N, K] is inside the table."""
         served = net.logical_and(
             net.less(place, _operand(net, room, 2)), net.logical_not(net.less(place, 0))
         )
@@ -206,7 +216,18 @@ def capacity_experts(
         mine = net.gather(out, net.minimum(slot, _operand(net, net.dim_sub(slots, 1), 2)), 0)
         share = net.mul(net.cast(mine, "float32"), factor)
         share = net.select(net.unsqueeze(served, [2]), share, 0.0)
-        loop.update(total, net.add(total, net.reduce_sum(share, axes=[1], keepdims=False)))
+        return net.reduce_sum(share, axes=[1], keepdims=False)
+
+    if max_tokens is not None:
+        return served_by_round(rank)
+    rounds = net.floor_div(
+        net.add(fullest, _operand(net, net.dim_sub(room, 1), 2)), _operand(net, room, 2)
+    )
+    nothing = net.expand(net.literal(torch.zeros(1, 1)), [tokens, experts.hidden])
+    with net.loop(net.reshape(net.cast(rounds, "int64"), [1])) as loop:
+        done = loop.carry(net.literal(torch.zeros(1, 1, dtype=torch.int32)))
+        total = loop.carry(nothing)
+        loop.update(total, net.add(total, served_by_round(net.sub(rank, done))))
         loop.update(done, net.add(done, _operand(net, room, 2)))
         return loop.last(total)
 

@@ -8,10 +8,6 @@ from plugins.support.errors import BuildError
 from plugins.trt.algebra import AlgebraLayers
 from plugins.trt.types import FLOATS, Tensor
 
-# Head dimensions with fused kernels on every target; others build only when the compiler may
-# replace the fused operation by matrix products.
-FUSED_HEAD_DIMS = range(16, 257, 8)
-
 Causal = Literal["none", "upper_left", "lower_right"]
 
 
@@ -71,9 +67,9 @@ class AttentionLayers(AlgebraLayers):
                 layer.mask = mask
             if key_lengths is not None:
                 layer.key_value_lengths = key_lengths
-            layer.decomposable = (
-                self.dtype(q) == "float32" or self.shape(q)[3] not in FUSED_HEAD_DIMS
-            )
+            # In a deep network with loops the compiler calls a fusible layer unfusible unless it
+            # may decompose it; then it fuses it after all. The layer report shows what it did.
+            layer.decomposable = True
         return self._one(layer, op)
 
     def _written_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -46,13 +46,17 @@ def _inputs(tokens: int, spread: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("spread", [True, False])
-@pytest.mark.parametrize("tokens", [1, 64, 200])
-def test_capacity_form_drops_no_token(tokens: int, spread: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens"), [(1, None), (64, None), (200, None), (1, 40), (40, 40)]
+)
+def test_capacity_form_drops_no_token(tokens: int, max_tokens: int | None, spread: bool) -> None:
     inputs = _inputs(tokens, spread)
     valid = torch.arange(tokens) % 7 != 5
 
     def build(net, x, ids, weights, valid):
-        return {"out": capacity_experts(net, x, ids, weights, EXPERTS, valid)}
+        return {
+            "out": capacity_experts(net, x, ids, weights, EXPERTS, valid, max_tokens=max_tokens)
+        }
 
     dynamic = {name: (0,) for name in ("x", "ids", "weights", "valid")}
     out = evaluate(build, {**inputs, "valid": valid}, _weights(), dynamic=dynamic)["out"]
