@@ -38,10 +38,13 @@ class AudioEncoder:
             )
         self._executor = engine.executor
         self._states = entry.of_kind("state")
+        rows = next(tensor for tensor in entry.outputs if tensor.name == _ROWS)
+        self._width, self._dtype = rows.shape[-1], BY_NAME[rows.dtype].torch
         features = entry.input(_FEATURES)
         assert features is not None
         self._features = features
         self._most = entry.profile[_FEATURES].max[0]
+        self._most_frames = entry.profile[_FEATURES].max[2]
         self.placeholder_id = spec.placeholder_id
 
     @property
@@ -73,7 +76,11 @@ class AudioEncoder:
         """A new stream. Raises UsageError for an engine that hears chunks."""
         if not self.streaming:
             raise UsageError("this engine hears whole chunks", fix="use encode()")
-        return EncoderStream(self._executor.encode, self._states)
+        return EncoderStream(self._executor.encode, self._states, self._most_frames)
+
+    def open_rows(self) -> AudioRows:
+        """Rows of a stream that has not begun, for a request that will hear it."""
+        return AudioRows(torch.zeros(0, self._width, dtype=self._dtype), None, ended=False)
 
     def rows(self, features: torch.Tensor) -> AudioRows:
         """Whole audio as what a request takes, from chunks or from a stream heard at once.
@@ -82,6 +89,8 @@ class AudioEncoder:
             features: float32 [chunks, mels, frames], or [mels, frames] for a stream.
         """
         if self.streaming:
+            if features.dim() != 2 or features.shape[0] != self._features.shape[1]:
+                raise self._misfit(features, f"[{self._features.shape[1]}, frames]")
             return AudioRows(self.stream().push(features), None)
         return AudioRows(self.encode(features), self.placeholder_id)
 
@@ -89,19 +98,24 @@ class AudioEncoder:
         expected = self._features.shape
         fits = features.dim() == 3 and tuple(features.shape[1:]) == tuple(expected[1:])
         if not fits or len(features) == 0:
-            raise UsageError(
-                "the audio features do not fit the engine",
-                where=_FEATURES,
-                expected=str(list(expected)),
-                found=str(list(features.shape)),
-            )
+            raise self._misfit(features, str(list(expected)))
+
+    @staticmethod
+    def _misfit(features: torch.Tensor, expected: str) -> UsageError:
+        return UsageError(
+            "the audio features do not fit the engine",
+            where=_FEATURES,
+            expected=expected,
+            found=str(list(features.shape)),
+        )
 
 
 class EncoderStream:
     """One stream through the audio engine: its states, and the frames it has heard."""
 
-    def __init__(self, encode: Encode, states: list[TensorSpec]) -> None:
+    def __init__(self, encode: Encode, states: list[TensorSpec], most_frames: int) -> None:
         self._encode = encode
+        self._most = most_frames
         self._past = 0
         self._states = {
             spec.name: torch.zeros(1, *spec.shape[1:], dtype=BY_NAME[spec.dtype].torch)
@@ -117,6 +131,9 @@ class EncoderStream:
         Returns:
             [F / frames per row, H] in the engine's dtype.
         """
+        return torch.cat([self._push(piece) for piece in features.split(self._most, dim=1)])
+
+    def _push(self, features: torch.Tensor) -> torch.Tensor:
         past = torch.tensor([self._past], dtype=torch.int32)
         outputs = self._encode({_FEATURES: features[None], _PAST: past, **self._states})
         rows = outputs[_ROWS][0]

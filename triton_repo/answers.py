@@ -242,7 +242,7 @@ class TextAnswer(Answer):
         def text(sequence: SequenceState) -> str:
             call = sequence.call
             front = ""
-            if prompt:
+            if prompt and call.has_text:
                 front = decode_all(
                     self._tokenizer, call.prompt_ids, (), call.text.skip_special_tokens
                 )
@@ -285,13 +285,11 @@ class IdAnswer(Answer):
     def _whole(self) -> dict[str, Array]:
         groups = self._by_row()
         prompt = not self._options.exclude_input
-        ids = [[(s.call.prompt_ids if prompt else []) + s.ids for s in g] for g in groups]
+        fronts = [g[0].call.prompt_ids if prompt and g[0].call.has_text else [] for g in groups]
+        ids = [[front + s.ids for s in g] for front, g in zip(fronts, groups, strict=True)]
         states = [
-            json.dumps(
-                text_state(g[0].call)
-                | {"prompt_length": len(g[0].call.prompt_ids) if prompt else 0}
-            )
-            for g in groups
+            json.dumps(text_state(g[0].call) | {"prompt_length": len(front)})
+            for front, g in zip(fronts, groups, strict=True)
         ]
         out = self._ids(groups, ids)
         out["stream_state"] = batch_of(_GENERATED["stream_state"], states)

@@ -20,6 +20,7 @@ from tritonclient.grpc import model_config_pb2
 from plugins.support.atomic import atomic_directory
 from plugins.support.errors import InputError, UsageError
 from runtime.contract import TOKENIZER_DIR, EngineConfig, read_config
+from triton_repo.frontend.audio.settings import audio_settings
 from triton_repo.frontend.tokenizer import (
     BYTES,
     ByteTokenizer,
@@ -109,6 +110,11 @@ class _Facts:
     tokenizer: Tokenizer
     tokenizer_source: str
     options: RepositoryOptions
+
+    @property
+    def audio(self) -> dict[str, Any]:
+        """What the front end has to know of a model that hears; empty for others."""
+        return audio_settings(self.engine.pretrained_config) if self.engine else {}
 
     @property
     def max_batch_size(self) -> int:
@@ -203,9 +209,17 @@ def write_repository(
             "generation": generation,
             "decoupled": facts.options.decoupled,
             "models": list(MODELS),
+            "input": _input_kind(facts.audio),
         }
         (work / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n")
     return repo_dir
+
+
+def _input_kind(audio: Mapping[str, Any]) -> Literal["text", "audio", "stream"]:
+    """What a request must bring at least."""
+    if not audio:
+        return "text"
+    return "stream" if audio["voxtral"]["realtime"] else "audio"
 
 
 def read_template(name: str) -> Any:
@@ -238,6 +252,7 @@ def _configs(
         "allow_private_media": options.allow_private_media,
         "allowed_media_hosts": list(options.allowed_media_hosts),
         "max_media_bytes": options.max_media_bytes,
+        "audio": facts.audio,
     }
     generation = {
         "generation": "echo" if facts.echo else "engine",

@@ -54,6 +54,7 @@ class FrontEndParameters(CommonParameters):
         allow_private_media: whether media may come from loopback and private addresses.
         allowed_media_hosts: JSON list; if not empty, the only hosts media may come from.
         max_media_bytes: size of one media item.
+        audio: JSON object, see `triton_repo.frontend.audio.settings`.
     """
 
     max_context: int = Field(ge=1)
@@ -69,6 +70,7 @@ class FrontEndParameters(CommonParameters):
     allow_private_media: bool
     allowed_media_hosts: Json[list[str]]
     max_media_bytes: int = Field(ge=1)
+    audio: Json[dict[str, Any]]
 
 
 class GenerationParameters(CommonParameters):
@@ -144,6 +146,17 @@ def open_tokenizer(parameters: CommonParameters, directory: Path) -> Tokenizer:
 def open_front_end(parameters: FrontEndParameters, directory: Path) -> FrontEnd:
     """Everything `prepare` needs, from the parameters."""
     tokenizer = open_tokenizer(parameters, directory)
+    audio = None
+    if parameters.audio:
+        # Decoding needs libraries that servers of text do without.
+        from triton_repo.frontend.audio.decode import AudioLimits
+        from triton_repo.frontend.audio.frontend import AudioFrontEnd
+
+        audio = AudioFrontEnd(
+            parameters.audio,
+            (directory / parameters.tokenizer_dir).resolve(),
+            AudioLimits(max_bytes=parameters.max_media_bytes),
+        )
     template = None
     if tokenizer.chat_template is not None:
         template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
@@ -166,4 +179,5 @@ def open_front_end(parameters: FrontEndParameters, directory: Path) -> FrontEnd:
             ),
             trust_request_kwargs=parameters.trust_request_mm_kwargs,
         ),
+        audio=audio,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ import requests
 
 from plugins.support.errors import CapabilityError, InputError, UsageError
 from triton_repo.control import ENVIRONMENT_VARIABLE, request_drain
+from triton_repo.generate import MANIFEST_FILE
 from triton_repo.installation import find_installation
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -283,6 +285,9 @@ def probe(server: TritonServer) -> None:
     """
     url = f"{server.http_url}/v2/models/tensorrt_llm_bls/generate"
     body: dict[str, Any] = {"input_ids": [0], "max_tokens": 1}
+    manifest = json.loads((server.repository / MANIFEST_FILE).read_text())
+    if manifest.get("input") == "stream":
+        body = {"audio_samples": [0.0, 0.1] * 640, "max_tokens": 1}
     try:
         answer = requests.post(url, json=body, timeout=PROBE_TIMEOUT_S)
         right = answer.status_code == 200 and "finish_reason" in answer.json()

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 NUMPY: dict[str, Any] = {
     "STRING": np.object_, "BOOL": np.bool_, "INT32": np.int32, "INT64": np.int64,
-    "UINT64": np.uint64, "FP32": np.float32,
+    "UINT64": np.uint64, "FP32": np.float32, "UINT8": np.uint8,
 }  # fmt: skip
 # Parameters that clients and the server set beside a model's own.
 KNOWN_PARAMETERS = frozenset(
@@ -34,7 +34,9 @@ KNOWN_PARAMETERS = frozenset(
     }
 )
 # Fields whose bytes are data, not text.
-BINARY_FIELDS = frozenset({"image_bytes_input", "audio_bytes"})
+BINARY_FIELDS = frozenset({"image_bytes_input"})
+# Fields that stay arrays: too many values to be made Python numbers.
+ARRAY_FIELDS = frozenset({"audio_samples", "input_features"})
 
 
 def read_rows(tensors: Mapping[str, Array], fields: Iterable[tuple[str, Field]]) -> list[Row]:
@@ -59,6 +61,10 @@ def read_rows(tensors: Mapping[str, Array], fields: Iterable[tuple[str, Field]])
 
 
 def _value(field: Field, values: Array) -> Any:
+    if field.name in ARRAY_FIELDS:
+        return values
+    if field.dtype == "UINT8":
+        return values.tobytes()
     flat = values.reshape(-1).tolist()
     if field.dtype == "STRING" and field.name not in BINARY_FIELDS:
         flat = [_text(field.name, v) for v in flat]

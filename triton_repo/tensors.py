@@ -78,7 +78,11 @@ REQUEST: tuple[Field, ...] = (
     _same("mm_processor_kwargs", "STRING"),
     _same("image_url_input", "STRING", (-1,)),
     _same("image_bytes_input", "STRING", (-1,)),
-    _same("audio_bytes", "STRING", (-1,)),
+    _same("audio_bytes", "UINT8", (-1,)),
+    _same("audio_url", "STRING", (-1,)),
+    _same("audio_samples", "FP32", (-1,)),
+    _same("language", "STRING"),
+    _same("delay_ms", "INT32"),
     _same("task", "STRING"),
     _same("include_stop_str_in_output", "BOOL"),
     _same("skip_special_tokens", "BOOL"),
@@ -118,6 +122,7 @@ PREPROCESSED: tuple[tuple[Tensor, str], ...] = (
     (Tensor("CACHE_SALT_ID", "UINT64", optional=True), "cache_salt_id"),
     (Tensor("PROMPT_TOKEN_OFFSETS", "INT32", (-1, 2), optional=True), "prompt_token_offsets"),
     (Tensor("REQUEST_STATE", "STRING", optional=True), "request_state"),
+    (Tensor("INPUT_FEATURES", "FP32", (-1, -1, -1), optional=True), "input_features"),
 )
 
 # Inputs of tensorrt_llm: from preprocessing, then straight from the client.

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from triton_repo.frontend import chat, words
+from triton_repo.frontend.audio.settings import TRANSCRIBE, transcribes
 from triton_repo.frontend.geometry import VisionGeometry
 from triton_repo.frontend.limits import (
     Limits,
@@ -31,6 +35,10 @@ from triton_repo.frontend.problems import problem
 from triton_repo.frontend.salt import cache_salt_id
 from triton_repo.frontend.sampling import Sampling, parse_sampling
 from triton_repo.frontend.tokenizer import Encoding, Tokenizer
+
+if TYPE_CHECKING:
+    from triton_repo.frontend.audio.frontend import AudioFrontEnd
+    from triton_repo.frontend.audio.live import LiveAudio
 
 PROMPT_FIELDS = ("text_input", "input_ids", "messages", "content_parts")
 TASKS = ("generate", "embed")
@@ -54,6 +62,7 @@ class FrontEnd:
         chat_template_kwargs, mm_processor_kwargs: the server's options, below the request's.
         placeholders: per modality the placeholder token's string.
         geometry, media: how media expand, and what is allowed; no modality when None.
+        audio: the audio side of a model that hears; None for others.
     """
 
     tokenizer: Tokenizer
@@ -68,6 +77,7 @@ class FrontEnd:
     placeholders: Mapping[str, str] = field(default_factory=dict)
     geometry: VisionGeometry = field(default_factory=VisionGeometry)
     media: MediaPolicy = field(default_factory=MediaPolicy)
+    audio: AudioFrontEnd | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,11 @@ class MediaSpan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One engine input. `prompt.arrays` holds `offsets` where there are any."""
+    """One engine input. `prompt.arrays` holds `offsets` where there are any.
+
+    `features` are the spectrograms of a request with audio, float32 [chunks, mels, frames], or
+    [1, mels, frames] of a stream.
+    """
 
     task: str
     prompt: Prompt
@@ -96,6 +110,7 @@ class Prepared:
     cache_salt_id: int | None
     mm_views: dict[str, dict[str, Any]]
     media: list[MediaSpan]
+    features: npt.NDArray[np.float32] | None = None
 
     @property
     def real_ids(self) -> list[int]:
@@ -110,6 +125,7 @@ class _Tokenised:
     encoding: Encoding
     media: list[tuple[int, MediaItem]]
     spans: list[MediaSpan]
+    features: npt.NDArray[np.float32] | None = None
 
 
 def prepare(request: Row, server: FrontEnd) -> Prepared:
@@ -118,23 +134,27 @@ def prepare(request: Row, server: FrontEnd) -> Prepared:
     Raises UsageError that names the field when the request asks for what cannot be.
     """
     # 1. Server defaults and request options become one set; None means "not set".
-    row = {**server.defaults, **{k: v for k, v in request.items() if v is not None}}
+    return _prepared(
+        {**server.defaults, **{k: v for k, v in request.items() if v is not None}}, server
+    )
+
+
+def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -> Prepared:
+    """The steps after the first; `tokenised` when the prompt is already there."""
     task, limits, options = _options(row, server)
     template_kwargs = _template_kwargs(row, server)
     mm_kwargs = _mm_kwargs(row, server)
     # The salt is checked before any work is done, and attached at the end for every path.
     salt = cache_salt_id(row.get("cache_salt"))
     # 2.-6. Render, guard, normalise, tokenise, map offsets back to the untrimmed text.
-    tokenised = _tokenise(row, server, options, limits, template_kwargs, mm_kwargs)
+    if tokenised is None and server.audio is not None:
+        tokenised = _hear(row, server)
+    if tokenised is None:
+        tokenised = _tokenise(row, server, options, limits, template_kwargs, mm_kwargs)
     # 7.-10. Truncate, pad, check the length; a prompt with media is expanded first, because the
     # limit holds for the expanded prompt.
     prompt, spans = _fit(tokenised, options, limits, server)
-    if task == "generate":
-        room = limits.context - prompt.real_length if limits.context is not None else None
-        wanted = int(row["max_tokens"])
-        max_tokens = wanted if room is None else min(wanted, room)
-    else:
-        max_tokens = 0
+    max_tokens = _max_tokens(row, task, prompt, limits)
     # 11. Text that is echoed comes from the final ids: `Prepared.real_ids`.
     stop_words = words.check_words("stop_words", row.get("stop_words") or ())
     bad_words = words.check_words("bad_words", row.get("bad_words") or ())
@@ -158,7 +178,34 @@ def prepare(request: Row, server: FrontEnd) -> Prepared:
         cache_salt_id=salt,
         mm_views={m: view(mm_kwargs, m) if mm_kwargs else {} for m in chat.MODALITIES},
         media=spans,
+        features=tokenised.features,
     )
+
+
+def prepare_live(request: Row, server: FrontEnd) -> tuple[Prepared, LiveAudio]:
+    """As `prepare`, for a stream that is heard while it is spoken; the audio comes later.
+
+    Raises UsageError for a model that hears none, and for fields that a stream has no use for.
+    """
+    assert server.audio is not None
+    row = {**server.defaults, **{k: v for k, v in request.items() if v is not None}}
+    for name in (*PROMPT_FIELDS, "audio_bytes", "audio_url", "language"):
+        if row.get(name) is not None:
+            raise problem(name, "has no place in a stream; its audio comes in audio_samples")
+    if row.get("truncate_prompt_tokens") is not None:
+        raise problem("truncate_prompt_tokens", "a stream cannot be cut")
+    ids, audio = server.audio.live(row.get("delay_ms"))
+    return _prepared(row, server, _Tokenised(Encoding(ids, None, (0, 0)), [], [])), audio
+
+
+def _max_tokens(row: Row, task: str, prompt: Prompt, limits: Limits) -> int:
+    if task == "embed":
+        return 0
+    room = limits.context - prompt.real_length if limits.context is not None else None
+    if row.get("max_tokens") is None:
+        return room or 1
+    wanted = int(row["max_tokens"])
+    return wanted if room is None else min(wanted, room)
 
 
 SAMPLING_FIELDS = (
@@ -170,20 +217,24 @@ SAMPLING_FIELDS = (
 
 def _options(row: Row, server: FrontEnd) -> tuple[str, Limits, TokenizeOptions]:
     task = row.get("task", "generate")
-    if task not in TASKS:
-        raise problem("task", "is not a task", expected=" or ".join(TASKS), found=task)
+    tasks = TASKS if server.audio is None else (*TASKS, TRANSCRIBE)
+    if task not in tasks:
+        raise problem("task", "is not a task", expected=" or ".join(tasks), found=task)
+    if server.audio is not None and task != "embed" and transcribes(row, server.audio.streaming):
+        task = TRANSCRIBE
     max_tokens = row.get("max_tokens")
-    if task == "generate":
-        if max_tokens is None:
+    if task != "embed":
+        # A transcription is as long as what was said.
+        if max_tokens is None and task == "generate":
             raise problem("max_tokens", "is required")
-        if max_tokens < 1:
+        if max_tokens is not None and max_tokens < 1:
             raise problem("max_tokens", "is out of range", expected=">= 1", found=max_tokens)
     if row.get("min_tokens") is not None and row["min_tokens"] > (max_tokens or 0):
         raise problem(
             "min_tokens", "is larger than max_tokens", expected=f"<= {max_tokens}",
             found=row["min_tokens"],
         )  # fmt: skip
-    output = max_tokens if task == "generate" else 0
+    output = 0 if task == "embed" else max_tokens
     limits = Limits(server.context, output, server.max_prompt)
     max_length = row.get("max_length")
     if max_length is not None and max_length < 1:
@@ -245,10 +296,18 @@ def _tokenise(
         for url in row.get("image_url_input") or ()
     ]
     extra += [
-        chat.MediaReference(modality, data=data, parameter=name)
-        for modality, name in (("image", "image_bytes_input"), ("audio", "audio_bytes"))
-        for data in row.get(name) or ()
+        chat.MediaReference("image", data=data, parameter="image_bytes_input")
+        for data in row.get("image_bytes_input") or ()
     ]
+    extra += [
+        chat.MediaReference("audio", url, parameter="audio_url")
+        for url in row.get("audio_url") or ()
+    ]
+    if row.get("audio_bytes") is not None:
+        extra.append(chat.MediaReference("audio", data=row["audio_bytes"], parameter="audio_bytes"))
+    for name in ("audio_samples", "language", "delay_ms"):
+        if row.get(name) is not None:
+            raise problem(name, "this model does not take audio")
     if row.get("input_ids") is not None:
         ids = list(row["input_ids"])
         _check_ids("input_ids", ids, server)
@@ -277,6 +336,24 @@ def _tokenise(
         return _Tokenised(_tokenise_text(text, special, options, limits, server), [], [])
     encoding, positions = _tokenise_with_media(text, special, options, media, sentinels, server)
     return _Tokenised(encoding, positions, [])
+
+
+def _hear(row: Row, server: FrontEnd) -> _Tokenised | None:
+    """Steps 2 to 6 of a request with audio or messages to a model that hears."""
+    # Decoding needs libraries that servers of text do without.
+    from triton_repo.frontend.audio.requests import hear
+
+    assert server.audio is not None
+    most = server.context if server.audio.streaming else (server.max_prompt or server.context)
+    hearing = hear(row, server.audio, server.media, most)
+    if hearing is None:
+        return None
+    ids = hearing.heard.ids
+    _check_ids("input_ids", ids, server)
+    spans = [MediaSpan("audio", *span) for span in hearing.spans]
+    if server.audio.streaming and row.get("truncate_prompt_tokens") is not None:
+        raise problem("truncate_prompt_tokens", "a stream cannot be cut")
+    return _Tokenised(Encoding(ids, None, (0, 0)), [], spans, hearing.heard.features)
 
 
 def _render(
@@ -502,7 +579,8 @@ def _end_ids(row: Row, server: FrontEnd) -> tuple[int, ...]:
     """The request's end id (-1: none), else the model's."""
     end_id = row.get("end_id")
     if end_id is None:
-        return server.end_ids
+        # In a stream the end of a sentence is ordinary output; the audio's end is the end.
+        return () if server.audio is not None and server.audio.streaming else server.end_ids
     if end_id == -1:
         return ()
     _check_ids("end_id", [end_id], server)

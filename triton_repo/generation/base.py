@@ -14,6 +14,7 @@ from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.pipeline import MediaSpan, Prepared
 from triton_repo.frontend.problems import problem
 from triton_repo.frontend.sampling import Sampling
+from triton_repo.generation.feed import AudioFeed, Features
 
 ErrorKind = Literal["invalid", "unavailable", "unsupported", "internal"]
 
@@ -30,8 +31,11 @@ class GenerationCall:
         stop_ids, bad_ids: id sequences that end the answer, and that must not appear in it.
         text: stop strings and what belongs into the text.
         cache_salt_id: 64-bit salt of cache keys; None for none.
-        task: "generate" or "embed".
+        task: "generate", "transcribe" or "embed".
         media: placeholder spans with their content keys.
+        features: spectrograms that belong to the prompt, float32 [chunks, mels, frames], or
+            [1, mels, frames] of a whole stream; None without audio.
+        feed: brings the frames of a stream while the call runs; None for all others.
         echo: what an echo answers with; empty for an engine.
     """
 
@@ -46,10 +50,19 @@ class GenerationCall:
     task: str = "generate"
     media: list[MediaSpan] = field(default_factory=list)
     echo: dict[str, Any] = field(default_factory=dict)
+    features: Features | None = field(default=None, compare=False)
+    feed: AudioFeed | None = field(default=None, compare=False)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether an answer may begin with the prompt; that of a transcription is no text."""
+        return self.task != "transcribe"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` turns back into an equal call."""
-        return asdict(self)
+        """A JSON object that `from_json` turns back into an equal call, without its audio."""
+        value = asdict(replace(self, features=None, feed=None))
+        del value["features"], value["feed"]
+        return value
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> GenerationCall:
@@ -148,7 +161,8 @@ class RequestState(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    task: Literal["generate", "embed"] = "generate"
+    task: Literal["generate", "transcribe", "embed"] = "generate"
+    features_shape: tuple[int, int, int] | None = None
     end_ids: tuple[int, ...] | None = None
     text: TextState = TextState()
     mm_views: dict[str, Any] = Field(
@@ -171,6 +185,9 @@ class RequestState(BaseModel):
             }
         if any(prepared.mm_views.values()):
             state["mm_views"] = prepared.mm_views
+        if prepared.features is not None:
+            # Rows of a batch are filled to one shape.
+            state["features_shape"] = prepared.features.shape
         if prepared.media:
             state["media"] = [asdict(span) for span in prepared.media]
         return json.dumps(state)
@@ -201,6 +218,7 @@ def call_from_prepared(prepared: Prepared, echo: dict[str, Any] | None) -> Gener
         cache_salt_id=prepared.cache_salt_id,
         task=prepared.task,
         media=prepared.media,
+        features=prepared.features,
         echo={} if echo is None else echo | received(prepared),
     )
 

@@ -3,8 +3,9 @@
 Triton's own way for a Python model to call another one cannot cancel the call, needs one thread per
 request, and corrupts the server's memory when many decoupled calls run at once. The two processes
 therefore talk over a Unix socket in a directory that only the server's user can reach. Messages
-are JSON, one per line: {"op": "submit", "key", "id", "call"}, {"op": "cancel", "key"},
-{"op": "stop", "id"} one way, events with their key the other way.
+are JSON, one per line: {"op": "submit", "key", "id", "call", "audio", "live"},
+{"op": "audio", "key", "audio", "last"}, {"op": "cancel", "key"}, {"op": "stop", "id"} one way,
+events with their key the other way. "audio" is a shape; the float32 values follow the line.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import socket
 import tempfile
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from plugins.support.errors import CapabilityError
 from triton_repo.control import ENVIRONMENT_VARIABLE
 from triton_repo.generation.base import Deliver, GenerationCall, GenerationEvent
+from triton_repo.generation.feed import AudioFeed, Features
 from triton_repo.generation.service import GenerationService
 
 LOG = logging.getLogger(__name__)
@@ -54,6 +59,20 @@ def socket_path(repository_id: str) -> Path:
             fix="set TMPDIR to a shorter directory",
         )
     return path
+
+
+def _encoded(message: dict[str, Any], audio: Features | None) -> bytes:
+    if audio is None:
+        return json.dumps(message).encode() + b"\n"
+    line = json.dumps(message | {"audio": audio.shape}).encode() + b"\n"
+    return line + np.ascontiguousarray(audio, dtype=np.float32).tobytes()
+
+
+def _read_audio(lines: Any, shape: list[int] | None) -> Features | None:
+    if shape is None:
+        return None
+    data = lines.read(4 * math.prod(shape))
+    return np.frombuffer(data, np.float32).reshape(shape).copy()
 
 
 class ChannelServer:
@@ -90,6 +109,7 @@ class ChannelServer:
     def _serve(self, connection: socket.socket) -> None:
         """One connection until it closes; then everything it started is cancelled."""
         numbers: dict[int, int] = {}
+        feeds: dict[int, AudioFeed] = {}
         lock = threading.Lock()
 
         def deliver(key: int, event: GenerationEvent) -> None:
@@ -98,17 +118,27 @@ class ChannelServer:
                 connection.sendall(data)
             if event.last:
                 numbers.pop(key, None)
+                feeds.pop(key, None)
 
         with connection, connection.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
                 key = message.get("key")
+                audio = _read_audio(lines, message.get("audio"))
                 if message["op"] == "submit":
-                    call = GenerationCall.from_json(message["call"])
+                    feed = AudioFeed() if message["live"] else None
+                    call = replace(
+                        GenerationCall.from_json(message["call"]), features=audio, feed=feed
+                    )
                     numbers[key] = 0
+                    if feed is not None:
+                        feeds[key] = feed
                     number = self._service.submit(call, partial(deliver, key), message["id"])
                     if key in numbers:
                         numbers[key] = number
+                elif message["op"] == "audio":
+                    if key in feeds and audio is not None:
+                        feeds[key].push(audio, message["last"])
                 elif message["op"] == "cancel":
                     self._service.cancel(numbers.get(key, 0))
                 elif message["op"] == "stop":
@@ -134,7 +164,7 @@ class ChannelClient:
         """
         key = next(self._keys)
         message = {"op": "submit", "key": key, "id": request_id, "call": call.to_json()}
-        data = json.dumps(message).encode() + b"\n"
+        data = _encoded(message | {"live": call.feed is not None}, call.features)
         with self._lock:
             self._waiting[key] = deliver
             try:
@@ -145,6 +175,13 @@ class ChannelClient:
                     "the generation model does not answer", found=type(error).__name__
                 ) from None
         return key
+
+    def audio(self, key: int, frames: Features, last: bool) -> None:
+        """Send the next frames, float32 [mels, F], of a call that was submitted with a feed."""
+        data = _encoded({"op": "audio", "key": key, "last": last}, frames)
+        with self._lock, contextlib.suppress(OSError):
+            if self._connection is not None:
+                self._connection.sendall(data)
 
     def cancel(self, key: int) -> None:
         """End a sequence; its last event still comes."""

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from plugins.support.errors import CapabilityError, UsageError
+from runtime.audio_rows import AudioRows
 from runtime.engine import Engine
 from runtime.requests import Timings
 from runtime.session import GenerationHandle, GenerationRequest, SamplingParams, Session
 from triton_repo.frontend.problems import problem
 from triton_repo.generation.base import Deliver, GenerationCall, GenerationEvent
+from triton_repo.generation.hearing import Hearing
 
 CLIENT_NAMES = {
     "prompt_ids": "input_ids",
@@ -20,6 +22,7 @@ CLIENT_NAMES = {
     "end_ids": "end_id",
     "stop_ids": "stop_words_list",
     "bad_ids": "bad_words_list",
+    "audio": "audio_bytes",
 }
 
 
@@ -28,16 +31,27 @@ class EngineGenerator:
 
     def __init__(self, engine_dir: Path, executor: str, device: str, max_queue: int) -> None:
         self._engine = Engine.load(engine_dir, executor=executor, device=device)
+        hears = "audio" in self._engine.config.engines
+        self._hearing = Hearing(self._engine) if hears else None
         self._session = Session(self._engine, max_queue=max_queue)
 
     def submit(self, call: GenerationCall, deliver: Deliver) -> Callable[[], None]:
         """Queue a call; its events come from a thread of their own."""
-        if call.task != "generate":
+        if call.task == "embed":
             raise CapabilityError("this engine has no pooling output", where="task")
-        if call.media:
-            raise CapabilityError(
-                "this engine takes text only", where=f"{call.media[0].modality}_url"
-            )
+        if call.features is None and call.feed is None:
+            if call.media:
+                raise CapabilityError(
+                    "this engine takes text only", where=f"{call.media[0].modality}_url"
+                )
+            return self._start(call, None, deliver).cancel
+        if self._hearing is None:
+            raise CapabilityError("this engine takes text only", where="input_features")
+        return self._hearing.submit(call, lambda rows: self._start(call, rows, deliver), deliver)
+
+    def _start(
+        self, call: GenerationCall, audio: AudioRows | None, deliver: Deliver
+    ) -> GenerationHandle:
         request = GenerationRequest(
             prompt_ids=call.prompt_ids,
             max_new_tokens=call.max_tokens,
@@ -45,6 +59,7 @@ class EngineGenerator:
             end_ids=call.end_ids,
             stop_ids=call.stop_ids,
             bad_ids=call.bad_ids,
+            audio=audio,
         )
         try:
             handle = self._session.submit(request)
@@ -55,7 +70,7 @@ class EngineGenerator:
         threading.Thread(
             target=_pump, args=(handle, deliver), name="generation", daemon=True
         ).start()
-        return handle.cancel
+        return handle
 
     def gauges(self) -> dict[str, float]:
         """Sequences with and without a slot."""
@@ -64,6 +79,8 @@ class EngineGenerator:
 
     def close(self) -> None:
         """Cancel what runs and close the session."""
+        if self._hearing is not None:
+            self._hearing.close()
         self._session.close()
 
 

@@ -39,6 +39,29 @@ def refuse_to_start(pb_utils: Any, error: Exception) -> NoReturn:
     raise pb_utils.TritonModelException(" ".join(text.split())) from None
 
 
+_MEDIA_FIELDS = ("messages", "content_parts")
+_MEDIA_TENSORS = frozenset(
+    {"image_url_input", "image_bytes_input", "audio_url", "audio_bytes", "audio_samples"}
+)
+
+
+def may_take_long(tensors: Mapping[str, Array]) -> bool:
+    """Whether a request names media, which have to be fetched or decoded."""
+    if _MEDIA_TENSORS & tensors.keys():
+        return True
+    return any(
+        b"_url" in bytes(value) or b"input_audio" in bytes(value)
+        for name in _MEDIA_FIELDS
+        if name in tensors
+        for value in tensors[name].reshape(-1)
+    )
+
+
+def belongs_to_stream(request: Any) -> bool:
+    """Whether a request carries a sequence id, as the pieces of one stream do."""
+    return request.correlation_id() not in (0, "")
+
+
 def tensors_of(request: Any) -> dict[str, Array]:
     """All input tensors of a request by name."""
     return {t.name(): t.as_numpy() for t in request.inputs()}

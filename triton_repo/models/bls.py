@@ -8,30 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from triton_repo.answers import AnswerOptions, TextAnswer
 from triton_repo.control import DrainWatcher
-from triton_repo.frontend.pipeline import prepare
+from triton_repo.frontend.pipeline import prepare, prepare_live
 from triton_repo.frontend.problems import problem
 from triton_repo.generation.base import GenerationEvent, call_from_prepared
 from triton_repo.generation.channel import ChannelClient, socket_path
+from triton_repo.generation.feed import AudioFeed
 from triton_repo.models.base import (
+    belongs_to_stream,
     decoupled,
     limit_threads,
+    may_take_long,
     refuse_to_start,
     request_id_of,
     set_up_logging,
     tensors_of,
 )
+from triton_repo.models.live import END, PIECE_FIELDS, START, LiveStream, LiveStreams
 from triton_repo.parameters import FrontEndParameters, model_parameters, open_front_end
 from triton_repo.replies import Reply, ReplyLoop, describe
 from triton_repo.tensor_io import Array, Row, batch_of, check_parameters, read_rows, response_tensor
 from triton_repo.tensors import request_fields
 
 MEDIA_THREADS = 8
-_MEDIA_FIELDS = ("messages", "content_parts", "image_url_input")
 
 
 class Bls:
@@ -53,6 +57,7 @@ class Bls:
         self._names = [name for name, _ in self._fields]
         self._replies = ReplyLoop(pb_utils)
         self._pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media")
+        self._live = LiveStreams() if self._hears_streams else None
         self._drain = DrainWatcher("tensorrt_llm_bls", self._on_drain)
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -64,10 +69,13 @@ class Bls:
                 tensors = tensors_of(request)
                 check_parameters(request.parameters(), self._names)
                 rows = read_rows(tensors, self._fields)
+                if belongs_to_stream(request):
+                    self._take_piece(request, pending, rows)
+                    continue
             except Exception as error:
                 pending.reply.fail(*describe(error))
                 continue
-            if _may_fetch(tensors):
+            if may_take_long(tensors):
                 # Other requests do not wait for somebody's slow web server.
                 self._pool.submit(self._start, pending, rows)
             else:
@@ -76,6 +84,8 @@ class Bls:
     def close(self) -> None:
         """End every request, then the threads."""
         self._drain.close()
+        if self._live is not None:
+            self._live.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._channel.close()
         self._replies.wait_idle(2.0)
@@ -125,6 +135,65 @@ class Bls:
         if reply.cancel_seen or answer.failed:
             answer.cancel()
 
+    @property
+    def _hears_streams(self) -> bool:
+        audio = self._front_end.audio
+        return audio is not None and audio.streaming
+
+    def _take_piece(self, request: Any, pending: _Pending, rows: list[Row]) -> None:
+        """One request of a stream. Pieces come in order: one instance, one thread."""
+        number, flags = request.correlation_id(), request.flags()
+        reply = pending.reply
+        assert reply is not None
+        if self._live is None:
+            raise problem("sequence_id", "this model hears no streams", found=number)
+        if len(rows) != 1:
+            raise problem("audio_samples", "a stream is one row", found=f"{len(rows)} rows")
+        row = rows[0]
+        if flags & START:
+            self._live.check_new(number)
+            self._open_stream(number, pending, row)
+        else:
+            others = sorted(row.keys() - PIECE_FIELDS)
+            if others:
+                raise problem(others[0], "belongs to the request that opens the stream")
+        try:
+            self._live.get(number).push(row, bool(flags & END))
+        finally:
+            if not flags & START:
+                reply.end()
+
+    def _open_stream(self, number: int | str, pending: _Pending, row: Row) -> None:
+        reply, live = pending.reply, self._live
+        assert reply is not None and live is not None
+        if not self._decoupled:
+            raise problem("stream", "Streaming is only supported in decoupled mode")
+        options = replace(
+            AnswerOptions.of(row, self._parameters.exclude_input_in_output), streaming=True
+        )
+        prepared, audio = prepare_live(row, self._front_end)
+        call = replace(call_from_prepared(prepared, None), feed=AudioFeed())
+        answer = TextAnswer(reply, options, [call], self._front_end.tokenizer)
+        sequence = answer.sequences[0]
+
+        def deliver(event: GenerationEvent) -> None:
+            if event.last:
+                live.forget(number)
+            answer.on_event(sequence, event)
+
+        key = self._channel.submit(sequence.call, deliver, pending.request_id)
+        sequence.cancel = partial(self._channel.cancel, key)
+
+        def fail(kind: str, message: str) -> None:
+            deliver(GenerationEvent(error=(kind, message)))
+            self._channel.cancel(key)
+
+        live.open(number, LiveStream(audio, partial(self._channel.audio, key), fail))
+        pending.answer = answer
+        if sequence.finish_reason is not None or answer.failed:
+            # Refused before it was remembered.
+            live.forget(number)
+
     def _stop(self, request_id: str, reply: Reply) -> None:
         if not request_id:
             raise problem("stop", "needs the request id of the request to stop")
@@ -148,14 +217,3 @@ class _Pending:
         """End what runs; a request that has not started is ended when it does."""
         if self.answer is not None:
             self.answer.cancel()
-
-
-def _may_fetch(tensors: Mapping[str, Array]) -> bool:
-    if "image_url_input" in tensors:
-        return True
-    return any(
-        b"_url" in bytes(value)
-        for name in _MEDIA_FIELDS
-        if name in tensors
-        for value in tensors[name].reshape(-1)
-    )

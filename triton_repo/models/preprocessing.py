@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from plugins.support.errors import UsageError
 from triton_repo.frontend.pipeline import Prepared, prepare
+from triton_repo.frontend.problems import problem
 from triton_repo.frontend.words import to_word_list
 from triton_repo.generation.base import RequestState
 from triton_repo.models.base import (
+    belongs_to_stream,
     limit_threads,
+    may_take_long,
     refuse_to_start,
     set_up_logging,
     tensors_of,
@@ -21,9 +26,8 @@ from triton_repo.replies import describe, triton_error
 from triton_repo.tensor_io import Array, batch_of, check_parameters, read_rows
 from triton_repo.tensors import PREPROCESSED, request_fields
 
-# Requests whose media are being fetched; others are answered at once.
+# Requests whose media are being fetched or decoded; others are answered at once.
 MEDIA_THREADS = 8
-MEDIA_FIELDS = frozenset({"messages", "content_parts", "image_url_input"})
 _OUTPUTS = {tensor.name: tensor for tensor, _ in PREPROCESSED}
 
 
@@ -48,7 +52,7 @@ class Preprocessing:
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer a batch; from other threads when a request names media to fetch."""
         tensors = [tensors_of(request) for request in requests]
-        if not any(_may_fetch(t) for t in tensors):
+        if not any(may_take_long(t) for t in tensors):
             return [self._answer(r, t) for r, t in zip(requests, tensors, strict=True)]
         for request, inputs in zip(requests, tensors, strict=True):
             sender = request.get_response_sender()
@@ -67,20 +71,16 @@ class Preprocessing:
         pb = self._pb
         try:
             check_parameters(request.parameters(), self._public_names)
+            if belongs_to_stream(request):
+                raise problem(
+                    "sequence_id", "audio in pieces goes to tensorrt_llm_bls", found="ensemble"
+                )
             rows = read_rows(inputs, self._fields)
             prepared = [prepare(row, self._front_end) for row in rows]
             outputs = preprocessed_tensors(prepared)
         except Exception as error:
             return pb.InferenceResponse(error=triton_error(pb, *describe(error)))
         return pb.InferenceResponse([pb.Tensor(n, a) for n, a in outputs.items()])
-
-
-def _may_fetch(tensors: Mapping[str, Array]) -> bool:
-    for name in MEDIA_FIELDS & tensors.keys():
-        array = tensors[name]
-        if name == "image_url_input" or any(b"_url" in bytes(v) for v in array.reshape(-1)):
-            return True
-    return False
 
 
 def preprocessed_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
@@ -96,6 +96,9 @@ def preprocessed_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
         "REQUEST_OUTPUT_LEN": [[p.max_tokens] for p in prepared],
         "REQUEST_STATE": [RequestState.write(p) for p in prepared],
     }
+    if any(p.features is not None for p in prepared):
+        nothing = np.zeros((0, 0, 0), dtype=np.float32)
+        rows["INPUT_FEATURES"] = [nothing if p.features is None else p.features for p in prepared]
     # Without padding the mask says nothing.
     if any(len(p.prompt.ids) > p.prompt.real_length for p in prepared):
         rows["ATTENTION_MASK"] = [p.prompt.attention_mask for p in prepared]

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from triton_repo.answers import AnswerOptions, IdAnswer
 from triton_repo.control import DrainWatcher
 from triton_repo.frontend.output import TextOptions
@@ -34,6 +36,7 @@ from triton_repo.tensors import GENERATION_INPUTS, REQUEST, Field
 _PUBLIC = {f.tensorrt_llm: f.name for f in REQUEST if f.tensorrt_llm is not None}
 _FIELDS = [(t.name, Field(_PUBLIC.get(t.name, t.name), t.dtype, t.dims)) for t in GENERATION_INPUTS]
 _WORD_LISTS = ("stop_words_list", "bad_words_list")
+_FEATURES = "input_features"
 
 
 class TensorrtLlm:
@@ -129,7 +132,7 @@ class TensorrtLlm:
                 expected=f"0 to {vocabulary - 1}", found=bad,
             )  # fmt: skip
         state = RequestState.parse(row.get("request_state"))
-        if state.task == "generate" and row["request_output_len"] < 1:
+        if state.task != "embed" and row["request_output_len"] < 1:
             raise problem(
                 "request_output_len", "is out of range", expected=">= 1",
                 found=row["request_output_len"],
@@ -141,6 +144,13 @@ class TensorrtLlm:
         words = {
             name: from_word_list(name, row[name]) if name in row else [] for name in _WORD_LISTS
         }
+        features = row.get(_FEATURES)
+        if features is not None and row.get("request_state") is not None:
+            # In a batch every row is as large as the largest, also one without audio.
+            shape = state.features_shape
+            features = None if shape is None else features[tuple(slice(0, n) for n in shape)]
+        if features is not None and not np.isfinite(features).all():
+            raise problem(_FEATURES, "holds values that are not finite")
         return GenerationCall(
             prompt_ids=ids,
             max_tokens=row["request_output_len"],
@@ -157,6 +167,7 @@ class TensorrtLlm:
             cache_salt_id=row.get("cache_salt_id"),
             task=state.task,
             media=[MediaSpan(**span.model_dump()) for span in state.media],
+            features=features,
             echo=self._echo(row, state) if self._parameters.generation == "echo" else {},
         )
 

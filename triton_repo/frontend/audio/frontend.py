@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plugins.support.errors import UsageError
-from triton_repo.frontend.audio.decode import AudioLimits, decode_audio
+from triton_repo.frontend.audio.decode import AudioLimits, check_samples, decode_audio
+from triton_repo.frontend.audio.live import LiveAudio
 from triton_repo.frontend.audio.mel import MelSpec, log_mel, log_mel_chunks
 from triton_repo.frontend.audio.prompts import AudioPrompt, AudioPrompts, find_tekken
 
@@ -53,26 +55,56 @@ class AudioFrontEnd:
         audio = block["audio"]
         self.prompts = AudioPrompts(find_tekken(tokenizer_dir))
         self.streaming: bool = block["realtime"]
+        self.placeholder_id: int | None = block["audio_token_id"]
         self.spec = MelSpec(n_mels=audio["num_mel_bins"], ceiling=audio["mel_ceiling"])
         positions = audio["max_source_positions"]
         self._chunk_samples = 0 if self.streaming else positions * 2 * self.spec.hop
+        self._chunk_tokens: int | None = audio["tokens_per_chunk"]
+        self._row_samples = round(self.spec.sampling_rate / self.prompts.config.frame_rate)
         self._limits = limits or AudioLimits()
-        self.max_audios = 16
+        # The tokenizer's audio side is swapped while it encodes.
+        self._tokenizer = threading.Lock()
 
     def decode(self, data: bytes, where: str) -> Array:
         """Mono samples at the model's rate; raises InputError naming `where`."""
         return decode_audio(data, self.spec.sampling_rate, where, self._limits)
 
+    def check(self, samples: Array, where: str) -> Array:
+        """Samples that are already decoded; raises InputError as `decode` does."""
+        check_samples(samples, where, self._limits)
+        return samples
+
+    def tokens(self, samples: Array) -> int:
+        """Rows of one audio: placeholders of whole chunks, or positions of a stream less those of
+        the silence around it.
+        """
+        if self._chunk_tokens is None:
+            return -(-len(samples) // self._row_samples)
+        return -(-len(samples) // self._chunk_samples) * self._chunk_tokens
+
+    def live(self, delay_ms: int | None = None) -> tuple[list[int], LiveAudio]:
+        """A stream that is heard while it is spoken: prompt ids, and what takes its samples.
+
+        Raises UsageError for a model that hears whole chunks, and for a delay it cannot have.
+        """
+        if not self.streaming:
+            raise UsageError("this model hears whole files, no stream", where="audio_samples")
+        sound = np.ones(self._row_samples, dtype=np.float32)
+        prompt = self._locked(lambda: self.prompts.transcribe(sound, None, delay_ms))
+        before = int(np.flatnonzero(prompt.audios[0])[0])
+        after = len(prompt.audios[0]) - before - len(sound)
+        return prompt.ids, LiveAudio(self.spec, self._row_samples, (before, after))
+
     def chat(self, messages: Sequence[Mapping[str, Any]], audios: Sequence[Array]) -> Heard:
         """A conversation; parts are those of `AudioPrompts.chat`."""
         self._only_chunks("a conversation")
-        return self._heard(self.prompts.chat(messages, audios))
+        return self._heard(self._locked(lambda: self.prompts.chat(messages, audios)))
 
     def transcribe(
         self, audio: Array, language: str | None = None, delay_ms: int | None = None
     ) -> Heard:
         """A transcription; see `AudioPrompts.transcribe`."""
-        return self._heard(self.prompts.transcribe(audio, language, delay_ms))
+        return self._heard(self._locked(lambda: self.prompts.transcribe(audio, language, delay_ms)))
 
     def from_ids(self, ids: Sequence[int], audios: Sequence[Array]) -> Heard:
         """Ids that already hold their placeholders, and the audios they stand for."""
@@ -83,6 +115,10 @@ class AudioFrontEnd:
                 )
             return Heard(list(ids), self._features(self.prompts.transcribe(audios[0]).audios))
         return Heard(list(ids), self._features(audios))
+
+    def _locked(self, make: Callable[[], AudioPrompt]) -> AudioPrompt:
+        with self._tokenizer:
+            return make()
 
     def _only_chunks(self, what: str) -> None:
         if self.streaming:
