@@ -195,6 +195,10 @@ class AudioPrompts:
                 found=str(delay_ms),
             )
 
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, without anything around it."""
+        return list(self._tokenizer.instruct_tokenizer.tokenizer.encode(text, bos=False, eos=False))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; a leading `lang:xx` the model may repeat is dropped with the specials."""
         policy = SpecialTokenPolicy.IGNORE if skip_special_tokens else SpecialTokenPolicy.KEEP
