@@ -86,3 +86,44 @@ def drafting_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build(path.with_name(f"{path.name}-checkpoint"), path, limits)
 
     return _made_once(tmp_path_factory, "drafting-engine", make)
+
+
+def _hearing(hf_dir: Path, path: Path, max_seq_len: int) -> None:
+    from build_scripts.engines import Request, build
+    from converters.checkpoint.convert import convert
+
+    convert(hf_dir, path.with_name(f"{path.name}-checkpoint"))
+    limits = Request(8, max_seq_len, None, 0, 448, 8192, "tensorrt_rtx", ("8.9",), "auto")
+    build(path.with_name(f"{path.name}-checkpoint"), path, limits)
+
+
+@pytest.fixture(scope="session")
+def voxtral_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny bf16 Voxtral that knows five recordings, with its tokenizer."""
+    from tests.fixtures.voxtral_checkpoint import materialise
+
+    return _made_once(tmp_path_factory, "voxtral-trained", materialise)
+
+
+@pytest.fixture(scope="session")
+def voxtral_engine(voxtral_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engine directory of the trained Voxtral: 8 slots, 1024 tokens."""
+    return _made_once(
+        tmp_path_factory, "voxtral-engine", lambda p: _hearing(voxtral_checkpoint, p, 1024)
+    )
+
+
+@pytest.fixture(scope="session")
+def realtime_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engine directory of the recomputable realtime Voxtral: 8 slots, 512 tokens."""
+
+    def make(path: Path) -> None:
+        from tests.fixtures.tekken import write_tekken
+        from tests.fixtures.voxtral_deterministic import write_huggingface
+
+        source = path.with_name("voxtral-realtime")
+        write_huggingface(source, realtime=True)
+        write_tekken(source, realtime=True)
+        _hearing(source, path, 512)
+
+    return _made_once(tmp_path_factory, "realtime-engine", make)

@@ -157,11 +157,9 @@ class Bls:
             others = sorted(row.keys() - PIECE_FIELDS)
             if others:
                 raise problem(others[0], "belongs to the request that opens the stream")
-        try:
-            self._live.get(number).push(row, bool(flags & END))
-        finally:
-            if not flags & START:
-                reply.end()
+        self._live.get(number).push(row, bool(flags & END))
+        if not flags & START:
+            reply.end()
 
     def _open_stream(self, number: int | str, pending: _Pending, row: Row) -> None:
         reply, live = pending.reply, self._live
