@@ -27,6 +27,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ CONTEXT = 32768
 EPS = 1e-6
 BF16 = Geometry()
 FP8 = Geometry(cache_dtype="float8_e4m3fn", k_scale=0.5, v_scale=0.25)
-Timed = Callable[[], object]
+Timed = Callable[[], Any]
 
 
 # -- compiled kernels ------------------------------------------------------------------------------
@@ -410,13 +411,13 @@ def section_attention(vllm: Path | None) -> dict[str, Any]:
     seen = torch.where(position[..., None] < 0, -1, t["blocks"])
     tokens = ref.expand_tokens(seen.long(), position.long(), 4)
     right = ref.attend(t["q"], key[:32], value[:32], tokens, scale=1 / 16, gate=t["gate"])
-    call = (key[:32], value[:32], t["blocks"], t["past"], t["new"], t["gate"])
-    out = kernel.attend_decode(BF16, t["q"], *call)
+    cached = (key[:32], value[:32], t["blocks"], t["past"], t["new"], t["gate"])
+    out = kernel.attend_decode(BF16, t["q"], *cached)
     zero = out[position < 0].abs().max().item()
     results["32 slots x 4 tokens"] = {
         "error": demand(error(out, right), 6e-3, "uniform decode"),
         "padding rows": demand(zero, 0.0, "padding rows"),
-        "us": timed([lambda: kernel.attend_decode(BF16, t["q"], *call)]),
+        "us": timed([lambda: kernel.attend_decode(BF16, t["q"], *cached)]),
     }
     return results
 
@@ -484,8 +485,8 @@ def section_select(vllm: Path | None) -> dict[str, Any]:
             same = (kernel.select(BF16, scores, past, new) == right).all().item()
             demand(0.0 if same else 1.0, 0.5, f"select {rows} x {count}")
         row = {
-            "us": timed([lambda s=s: kernel.select(BF16, s, past, new) for s in sets]),
-            "torch_us": timed([lambda s=s: torch.topk(s[:, 0], 512) for s in sets]),
+            "us": timed([partial(kernel.select, BF16, s, past, new) for s in sets]),
+            "torch_us": timed([partial(torch.topk, s[:, 0], 512) for s in sets]),
         }
         if theirs is not None:
             lengths = int32([count]).repeat(rows)
@@ -493,7 +494,7 @@ def section_select(vllm: Path | None) -> dict[str, Any]:
             space = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
             op = theirs.cooperative_topk if rows <= 64 else theirs.persistent_topk
             row["vllm_us"] = timed(
-                [lambda s=s: op(s[:, 0], lengths, ids, space, 512, count) for s in sets]
+                [partial(op, s[:, 0], lengths, ids, space, 512, count) for s in sets]
             )
         results[f"{rows} x {count}"] = row
     return results
@@ -517,7 +518,7 @@ def section_score(vllm: Path | None) -> dict[str, Any]:
             "input_sets": len(sets),
             "bytes": rows * count * 260,
             "error": demand(error(got[:1], right), 1e-5, f"score {rows} x {count}"),
-            "us": timed([lambda s=s: kernel.score(BF16, *s, past, new) for s in sets]),
+            "us": timed([partial(kernel.score, BF16, *s, past, new) for s in sets]),
         }
         if theirs is not None:
             table = torch.arange(rows * count // 64, device="cuda", dtype=torch.int32)
@@ -538,7 +539,7 @@ def section_score(vllm: Path | None) -> dict[str, Any]:
                     TILES_PER_PROG=per, STAGES=2, num_warps=2,
                 )  # fmt: skip
 
-            row["vllm_us"] = timed([lambda s=s: one(*s) for s in sets])
+            row["vllm_us"] = timed([partial(one, *s) for s in sets])
         results[f"{rows} x {count}"] = row
     q, keys = randn(1, 4, 2048, 128), pool[: 8192 * 128].view(1, 8192, 128)
     past, new = int32([CONTEXT - 2048]), int32([2048])

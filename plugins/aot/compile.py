@@ -27,8 +27,8 @@ CAPABILITIES = {"8.0": 70, "8.9": 78, "9.0": 80, "10.0": 86, "12.0": 87}
 # Newest CUDA driver branch (major) -> newest PTX version it assembles.
 DRIVER_PTX = {525: 80, 535: 82, 550: 84, 560: 85, 570: 87, 575: 88, 580: 90}
 DEFAULT_PTX = 87
-# Shared memory per block that needs no opt-in, and so works wherever a launcher makes none.
-PLAIN_SHARED_BYTES = 48 * 1024
+# Most shared memory per block, with the opt-in that a launcher must make above 48 KiB.
+SHARED_BYTES = {"8.0": 163, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 
 _TYPES = {
     "float32": "fp32",
@@ -172,9 +172,10 @@ def compile_kernel(
             "num_warps": spec.warps,
             "ptx_version": version,
             "maxnreg": spec.registers,
+            "enable_fp_fusion": True,
         },
     )
-    _refuse_unlaunchable(spec, compiled.metadata)
+    _refuse_unlaunchable(spec, capability, compiled.metadata)
     ptx = strip_scratch(compiled.asm["ptx"], spec.name, len(spec.parameters))
     return CompiledKernel(
         name=compiled.metadata.name,
@@ -187,7 +188,16 @@ def compile_kernel(
     )
 
 
-def _refuse_unlaunchable(spec: KernelSpec, metadata: Any) -> None:
+def _refuse_unlaunchable(spec: KernelSpec, capability: str, metadata: Any) -> None:
+    limit = SHARED_BYTES[capability] * 1024
+    if metadata.shared > limit:
+        raise InputError(
+            "a kernel needs more shared memory than the GPU has",
+            where=f"{spec.name}, compute capability {capability}",
+            expected=f"at most {limit} bytes",
+            found=str(metadata.shared),
+            fix="use smaller tiles or fewer stages",
+        )
     wanted = {
         "global_scratch_size": 0,
         "profile_scratch_size": 0,

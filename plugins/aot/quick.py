@@ -149,8 +149,15 @@ def register(
         ptx_version: see `plugins.aot.compile.compile_kernel`.
 
     Raises:
-        UsageError: an attribute has a type that TensorRT does not take.
+        UsageError: an attribute has a type that TensorRT does not take or the name of a tensor.
     """
+    clash = {a.name for a in operation.arguments().inputs} & set(operation.attributes)
+    if clash:
+        raise UsageError(
+            "a plugin's tensors and attributes share a name",
+            where=operation.id,
+            found=", ".join(sorted(clash)),
+        )
     for name, type_ in operation.attributes.items():
         if type_ not in (int, float, str, bool):
             raise UsageError(

@@ -45,8 +45,14 @@ class DecodePlan:
     once: bool = False
 
 
-def decode_plan(g: Geometry, rows: int, processors: int = PROCESSORS) -> DecodePlan:
-    """Tiles and splits for `rows` query rows on a GPU with `processors` multiprocessors."""
+def decode_plan(
+    g: Geometry, rows: int, processors: int = PROCESSORS, deep: bool = True
+) -> DecodePlan:
+    """Tiles and splits for `rows` query rows on a GPU with `processors` multiprocessors.
+
+    `deep`: the GPU has 142 KB of shared memory per block (compute capabilities 8.0, 9.0, 10.0, not
+    8.9 and 12.0).
+    """
     programs = rows * g.kv_heads
     columns = g.blocks * g.ratio
     if programs <= 4 and not g.fp8:
@@ -57,7 +63,7 @@ def decode_plan(g: Geometry, rows: int, processors: int = PROCESSORS) -> DecodeP
     while programs * splits * 2 <= wave and columns >= splits * 2 * 64:
         splits *= 2
     if programs * splits <= wave:
-        return DecodePlan(Tiles(64, 2, 3), splits)
+        return DecodePlan(Tiles(64, 2, 3 if deep or g.fp8 else 2), splits)
     few = g.fp8 or programs <= 2 * processors
     return DecodePlan(Tiles(64 if few else 32, 2, 2), splits)
 

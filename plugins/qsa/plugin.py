@@ -18,19 +18,26 @@ from plugins.qsa.plan import Geometry, Rotary, Tiles
 from plugins.support.errors import CapabilityError
 
 NAMESPACE = "qsa"
-_GEOMETRY = {f.name: type(getattr(Geometry(), f.name)) for f in fields(Geometry)}
+# Where Triton would use tensor memory, which a plugin cannot launch, kernels are compiled for an
+# older capability that the GPU runs as well.
+COMPILED_FOR = {"10.0": "8.9"}
+# Tensors and attributes share one name space in a plugin.
+_PREFIX = "layer_"
+_GEOMETRY = {_PREFIX + f.name: type(getattr(Geometry(), f.name)) for f in fields(Geometry)}
 _TILES = {"columns": int, "warps": int, "stages": int}
 _TILE_EXAMPLE = {"columns": 32, "warps": 4, "stages": 2}
-_EXAMPLE: dict[str, Any] = {f.name: getattr(Geometry(), f.name) for f in fields(Geometry)}
 
 
 def geometry_attributes(g: Geometry) -> dict[str, Any]:
     """The attributes by which a plugin layer knows its geometry."""
-    return {f.name: getattr(g, f.name) for f in fields(g)}
+    return {_PREFIX + f.name: getattr(g, f.name) for f in fields(g)}
+
+
+_EXAMPLE = geometry_attributes(Geometry())
 
 
 def _geometry(attributes: Attributes) -> Geometry:
-    return Geometry(**{name: attributes[name] for name in _GEOMETRY})
+    return Geometry(**{name.removeprefix(_PREFIX): attributes[name] for name in _GEOMETRY})
 
 
 def _tiles(attributes: Attributes) -> Tiles:
@@ -50,7 +57,7 @@ def _query_sizes(shapes: Shapes, attributes: Attributes) -> dict[str, Any]:
 
 def _attended(shapes: Shapes, attributes: Attributes) -> dict[str, tuple[Any, ...]]:
     query = shapes["q"]
-    return {"out": (query[0], query[2], attributes["heads"] * attributes["width"])}
+    return {"out": (query[0], query[2], attributes["layer_heads"] * attributes["layer_width"])}
 
 
 def _operation(
@@ -85,10 +92,10 @@ def _prepare() -> Operation:
     def outputs(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
         batch, steps = shapes["q_gate"][0], shapes["q_gate"][1]
         return {
-            "query": (batch, a["heads"], steps, a["width"]),
-            "index_query": (batch, a["index_heads"], steps, a["index_width"]),
-            "next_index_state": (batch, a["ratio"] - 1, a["index_width"]),
-            "next_position_state": (batch, a["ratio"] - 1, a["axes"]),
+            "query": (batch, a["layer_heads"], steps, a["layer_width"]),
+            "index_query": (batch, a["layer_index_heads"], steps, a["layer_index_width"]),
+            "next_index_state": (batch, a["layer_ratio"] - 1, a["layer_index_width"]),
+            "next_position_state": (batch, a["layer_ratio"] - 1, a["axes"]),
         }
 
     def values(shapes: Shapes, a: Attributes) -> dict[str, Any]:
@@ -127,13 +134,13 @@ def _scored(shapes: Shapes, a: Attributes) -> dict[str, Any]:
         "S": scores[1],
         "NB": scores[2],
         "chunks": chunks,
-        "width": chunks * a["blocks"],
+        "width": chunks * a["layer_blocks"],
         "rows": scores[0] * scores[1],
     }
 
 
 def _selected(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
-    return {"ids": (shapes["scores"][0], shapes["scores"][1], a["blocks"])}
+    return {"ids": (shapes["scores"][0], shapes["scores"][1], a["layer_blocks"])}
 
 
 def _selections() -> list[Operation]:
@@ -149,7 +156,9 @@ def _selections() -> list[Operation]:
         _operation(
             "select_chunk",
             lambda a: plan.select_chunk(_geometry(a), a["chunk"], a["warps"]),
-            lambda s, a: {"candidates": (s["scores"][0], s["scores"][1], a["chunks"], a["blocks"])},
+            lambda s, a: {
+                "candidates": (s["scores"][0], s["scores"][1], a["chunks"], a["layer_blocks"])
+            },
             _scored,
             {"chunk": int, "chunks": int, "warps": int},
             {"chunk": 8192, "chunks": 8, "warps": 16},
@@ -171,8 +180,8 @@ def _decode() -> list[Operation]:
     def partial(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
         rows = shapes["q"][0] * shapes["q"][2]
         return {
-            "partial": (a["splits"], rows, a["heads"], a["width"]),
-            "partial_lse": (a["splits"], rows, a["heads"]),
+            "partial": (a["splits"], rows, a["layer_heads"], a["layer_width"]),
+            "partial_lse": (a["splits"], rows, a["layer_heads"]),
         }
 
     return [
@@ -203,7 +212,7 @@ def _decode() -> list[Operation]:
         _operation(
             "merge",
             lambda a: plan.merge_splits(_geometry(a), a["splits"], bool(a["interleaved_gate"])),
-            lambda s, a: {"out": (s["gate"][0], s["gate"][1], a["heads"] * a["width"])},
+            lambda s, a: {"out": (s["gate"][0], s["gate"][1], a["layer_heads"] * a["layer_width"])},
             lambda s, a: {"rows": s["partial"][1], "splits": a["splits"]},
             {"splits": int, **gate},
             {"splits": 8, "interleaved_gate": 0},
@@ -220,7 +229,7 @@ def _prefill() -> list[Operation]:
         tiles = ceil_div(steps, a["tile_rows"])
         return {
             "counts": (batch, tiles),
-            "entries": (batch, tiles, a["tile_rows"] * a["blocks"]),
+            "entries": (batch, tiles, a["tile_rows"] * a["layer_blocks"]),
             "marks": (batch, tiles, a["words"]),
         }
 
@@ -293,4 +302,4 @@ def register_all(
     if not hasattr(trtp, "trt"):
         trtp.trt = tensorrt
     for operation in operations:
-        register(trtp, operation, capability, ptx_version)
+        register(trtp, operation, COMPILED_FOR.get(capability, capability), ptx_version)

@@ -291,6 +291,8 @@ def prepare(
     count = tl.load(new + slot)
     rank = past_length + step
     valid = step < count
+    # As a vector: the interpreter takes no scalar masks.
+    there = tl.arange(0, HEADS) * 0 + step < count
     at = row.to(tl.int64)
     head = tl.arange(0, HEADS)
     channel = tl.arange(0, D)
@@ -303,13 +305,13 @@ def prepare(
             AXES, SECTION_H, SECTION_W, ROTARY, ROUND,
         )  # fmt: skip
         rotated = _norm_rope(
-            q_gate + at * HQ * 2 * D, q_weight, heads, 2 * D, (heads < HQ) & valid, cos, sin, EPS,
+            q_gate + at * HQ * 2 * D, q_weight, heads, 2 * D, (heads < HQ) & there, cos, sin, EPS,
             D, ROTARY, ROUND,
         )  # fmt: skip
         place = ((slot * HQ + heads).to(tl.int64) * S + step)[:, None] * D + channel[None, :]
         tl.store(query + place, rotated.to(query.dtype.element_ty), mask=(heads < HQ)[:, None])
     elif part == QUERY_PARTS:
-        live = (head < HK) & valid
+        live = (head < HK) & there
         cos, sin = _angles(
             positions, at, axis_stride, rank, frequencies, channel,
             AXES, SECTION_H, SECTION_W, ROTARY, ROUND,
@@ -337,7 +339,7 @@ def prepare(
             AXES, SECTION_H, SECTION_W, INDEX_ROTARY, ROUND,
         )  # fmt: skip
         index_rotated = _norm_rope(
-            index_qk + at * (HI + 1) * DI, index_q_weight, head, DI, (head < HI) & valid,
+            index_qk + at * (HI + 1) * DI, index_q_weight, head, DI, (head < HI) & there,
             index_cos, index_sin, EPS, DI, INDEX_ROTARY, ROUND,
         )  # fmt: skip
         index_at = ((slot * HI + head).to(tl.int64) * S + step)[:, None] * DI

@@ -1,0 +1,405 @@
+"""The QSA kernels in Triton's interpreter, against the definition.
+
+Run by test_kernels.py in a process of its own: the interpreter must be chosen before a kernel is
+imported, and other tests compile the same kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugins.qsa import kernel, plan, reference
+from plugins.qsa.kernel import DecodePlan, PrefillPlan
+from plugins.qsa.plan import Geometry, Rotary, Tiles
+from plugins.support.errors import UsageError
+
+G = Geometry(
+    heads=6, kv_heads=2, width=32, index_heads=4, index_width=32, ratio=4, blocks=8,
+    dtype="float32", cache_dtype="float32",
+)  # fmt: skip
+NAN = float("nan")
+TILES = Tiles(16, 4, 1)
+PLANS = {
+    "whole": DecodePlan(TILES, 1),
+    "split": DecodePlan(TILES, 2),
+    "once": DecodePlan(TILES, plan.once_splits(G, 16), once=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(7)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def near(got: Tensor, want: Tensor, bound: float = 2e-5) -> None:
+    assert torch.isfinite(got).all()
+    assert (got.float() - want.float()).abs().max() <= bound
+
+
+def positions(past: Tensor, new: Tensor, steps: int) -> Tensor:
+    step = torch.arange(steps)
+    return torch.where(step < new[:, None], past[:, None] + step, -1)
+
+
+def chosen(position: Tensor, g: Geometry = G) -> Tensor:
+    """Random selections: ids ascending, -1 behind the last."""
+    visible = reference.visible_blocks(position, g.ratio)
+    count = max(int(visible.max()), 1)
+    return reference.select_blocks(torch.rand(*position.shape, count), visible, g.blocks)
+
+
+def call(past: Tensor, new: Tensor, steps: int, context: int, g: Geometry = G) -> tuple:
+    """Queries, caches whose unwritten rows are NaN, selections, gate and the expected output."""
+    batch = len(past)
+    query = torch.randn(batch, g.heads, steps, g.width)
+    keys, values = torch.randn(2, batch, g.kv_heads, context, g.width)
+    for slot in range(batch):
+        written = int(past[slot] + new[slot])
+        keys[slot, :, written:] = NAN
+        values[slot, :, written:] = NAN
+    gate = torch.randn(batch, steps, g.heads * g.width)
+    position = positions(past, new, steps)
+    blocks = chosen(position, g)
+    # A padding query's ids must not matter.
+    noisy = torch.where(position[..., None] < 0, 3, blocks)
+    tokens = reference.expand_tokens(blocks, position, g.ratio)
+    finite = (keys.nan_to_num(), values.nan_to_num())
+    want = reference.attend(query, *finite, tokens, scale=g.width**-0.5, gate=gate)
+    return query, keys, values, noisy, gate, want
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_scores_of_visible_blocks(steps: int) -> None:
+    past, new = ints(0, 39, 150), ints(steps, 0, max(1, steps - 1))
+    query, keys = torch.randn(3, 4, steps, 32), torch.randn(3, 50, 32)
+    got = kernel.score(G, query, keys, past, new)
+    want = reference.block_scores(query, keys)
+    visible = reference.visible_blocks(positions(past, new, steps), G.ratio)
+    seen = torch.arange(50) < visible[..., None]
+    near(got[seen], want[seen])
+    assert (got[seen] - want.roll(1, dims=-1)[seen]).abs().max() > 0.1
+
+
+# -- selection -------------------------------------------------------------------------------------
+
+
+def scored(kind: str, shape: tuple[int, ...]) -> Tensor:
+    scores = torch.randn(shape).relu()
+    if kind == "ties":
+        return (scores * 2).round() / 2
+    if kind == "zeros":
+        return torch.where(torch.rand(shape) < 0.5, 0.0, -0.0)
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "zeros"])
+@pytest.mark.parametrize("chunk", [None, 32])
+def test_selection_is_exact_and_lowest_id_wins(
+    kind: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunk:
+        monkeypatch.setattr(kernel, "SELECT_WHOLE", chunk)
+        monkeypatch.setattr(kernel, "SELECT_CHUNK", chunk)
+    # No block, fewer than the budget, exactly it, one more, many; a padding row.
+    past, new = ints(2, 4 * 7, 4 * 8 - 1, 4 * 8 + 3, 290, 50), ints(1, 1, 1, 1, 1, 0)
+    scores = scored(kind, (6, 1, 75))
+    visible = reference.visible_blocks(positions(past, new, 1), G.ratio)
+    got = kernel.select(G, scores, past, new)
+    assert torch.equal(got, reference.select_blocks(scores.abs(), visible, G.blocks))
+    if kind != "random":
+        flipped = reference.select_blocks(scores.abs().flip(-1), visible * 0 + 75, G.blocks)
+        assert not torch.equal(got[4], 74 - flipped[4].flip(-1))
+
+
+def test_selection_with_few_blocks_and_many_steps() -> None:
+    past, new, steps = ints(0, 9), ints(6, 6), 6
+    scores = torch.rand(2, steps, 5)
+    visible = reference.visible_blocks(positions(past, new, steps), G.ratio)
+    got = kernel.select(G, scores, past, new)
+    assert torch.equal(got, reference.select_blocks(scores, visible, G.blocks))
+
+
+# -- decode ----------------------------------------------------------------------------------------
+
+# Only tails; the first blocks; the last position where all blocks are kept; the first real choice.
+BORDERS = (0, 1, 2, 3, 4, 7, 30, 31, 34, 35, 36, 93)
+
+
+@pytest.mark.parametrize("how", PLANS)
+def test_decode_at_every_border(how: str) -> None:
+    past, new = ints(*BORDERS), torch.ones(len(BORDERS), dtype=torch.int32)
+    new[5] = 0
+    query, keys, values, blocks, gate, want = call(past, new, 1, 96)
+    got = kernel.attend_decode(G, query, keys, values, blocks, past, new, gate, PLANS[how])
+    near(got, want)
+    assert (got[5] == 0).all()
+    wrong = kernel.attend_decode(
+        G, query, keys, values, (blocks + 1).clamp_max(7), past, new, gate, PLANS[how]
+    )
+    assert (wrong[-1] - want[-1]).abs().max() > 1e-2
+
+
+def test_decode_of_several_tokens_with_an_interleaved_gate() -> None:
+    past, new, steps = ints(33, 61, 12), ints(3, 4, 0), 4
+    query, keys, values, blocks, gate, want = call(past, new, steps, 68)
+    wide = torch.randn(3, steps, G.heads, 2, G.width)
+    wide[:, :, :, 1] = gate.view(3, steps, G.heads, G.width)
+    got = kernel.attend_decode(
+        G, query, keys, values, blocks, past, new, wide.flatten(2), PLANS["whole"]
+    )
+    near(got, want)
+    assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize("how", ["whole", "split"])
+def test_decode_over_float8_caches(how: str) -> None:
+    g = replace(G, k_scale=0.5, v_scale=0.25)
+    past, new = ints(2, 35, 60), ints(1, 1, 1)
+    query, keys, values, blocks, gate, _ = call(past, new, 1, 64)
+    keys8 = (keys / g.k_scale).to(torch.float8_e4m3fn)
+    values8 = (values / g.v_scale).to(torch.float8_e4m3fn)
+    wide = (keys8.float() * g.k_scale).nan_to_num(), (values8.float() * g.v_scale).nan_to_num()
+    tokens = reference.expand_tokens(blocks, positions(past, new, 1), g.ratio)
+    want = reference.attend(query, *wide, tokens, scale=g.width**-0.5, gate=gate)
+    got = kernel.attend_decode(g, query, keys8, values8, blocks, past, new, gate, PLANS[how])
+    near(got, want)
+    unscaled = kernel.attend_decode(G, query, keys8, values8, blocks, past, new, gate, PLANS[how])
+    assert (unscaled - want).abs().max() > 1e-2
+
+
+def test_decode_beyond_32_bit_offsets(tmp_path: Path) -> None:
+    g = replace(G, heads=2, kv_heads=1, dtype="float16", cache_dtype="float16")
+    rows = 2**31 // g.width + 100
+    # Sparse files: only the rows that are touched take memory.
+    keys, values = (
+        torch.from_file(
+            str(tmp_path / name), shared=True, size=2 * rows * g.width, dtype=torch.float16
+        ).view(2, 1, rows, g.width)
+        for name in ("keys", "values")
+    )
+    past, new = ints(3, rows - 2), ints(1, 1)
+    last = (rows - 1) // g.ratio
+    blocks = torch.full((2, 1, g.blocks), -1, dtype=torch.int32)
+    blocks[0, 0, 0] = 0
+    blocks[1, 0] = torch.arange(last - g.blocks, last)
+    tokens = reference.expand_tokens(blocks, positions(past, new, 1), g.ratio)
+    for slot in range(2):
+        used = tokens[slot, 0][tokens[slot, 0] >= 0].long()
+        keys[slot, 0, used] = torch.randn(len(used), g.width).half()
+        values[slot, 0, used] = torch.randn(len(used), g.width).half()
+    query, gate = torch.randn(2, 2, 1, g.width).half(), torch.randn(2, 1, 2 * g.width).half()
+    got = kernel.attend_decode(g, query, keys, values, blocks, past, new, gate, PLANS["whole"])
+    want = reference.attend(query, keys, values, tokens, scale=g.width**-0.5, gate=gate)
+    near(got, want, 2e-3)
+
+
+def test_a_cache_of_another_type_is_refused() -> None:
+    past, new = ints(5), ints(1)
+    query, keys, values, blocks, gate, _ = call(past, new, 1, 8)
+    with pytest.raises(UsageError, match="element type"):
+        kernel.attend_decode(G, query, keys.half(), values.half(), blocks, past, new, gate)
+
+
+# -- prefill ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("alike", [True, False])
+def test_prefill_with_shared_and_with_different_selections(rows: int, alike: bool) -> None:
+    g = replace(G, blocks=16)
+    past, new, steps = ints(0, 403), ints(9, 11), 11
+    query, keys, values, blocks, gate, want = call(past, new, steps, 416, g)
+    position = positions(past, new, steps)
+    if alike:
+        blocks = reference.select_blocks(
+            torch.rand(2, 1, 104).expand(2, steps, 104), position.add(1) // g.ratio, g.blocks
+        )
+        finite = (keys.nan_to_num(), values.nan_to_num())
+        tokens = reference.expand_tokens(blocks, position, g.ratio)
+        want = reference.attend(query, *finite, tokens, scale=g.width**-0.5, gate=gate)
+    counts, _ = kernel.unite(g, blocks, past, new, rows, 104)
+    apart = bool((counts > plan.union_limit(g, rows)).any())
+    assert apart != alike
+    how = PrefillPlan(rows, TILES, TILES)
+    got = kernel.attend_prefill(g, query, keys, values, blocks, past, new, gate, how)
+    near(got, want)
+    assert (got[0, 9:] == 0).all()
+
+
+def test_union_names_each_block_once_with_its_queries() -> None:
+    past, new, steps, rows = ints(100), ints(5), 6, 3
+    blocks = chosen(positions(past, new, steps))
+    counts, entries = kernel.unite(G, blocks, past, new, rows, 32)
+    for tile in range(2):
+        wanted: dict[int, int] = {}
+        for row in range(rows):
+            if tile * rows + row < 5:
+                for block in blocks[0, tile * rows + row].tolist():
+                    wanted[block] = wanted.get(block, 0) | 1 << row
+        got = entries[0, tile, : counts[0, tile]].tolist()
+        assert got == [block << rows | bits for block, bits in sorted(wanted.items())]
+
+
+# -- prepare ---------------------------------------------------------------------------------------
+
+EPS, THETA = 1e-6, 1e4
+
+
+def layer(batch: int, tokens: int) -> tuple[Any, Any, Any]:
+    draws = (
+        torch.randn(batch, tokens, G.heads * 2 * G.width),
+        torch.randn(batch, tokens, G.kv_heads * G.width),
+        torch.randn(batch, tokens, G.kv_heads * G.width),
+        torch.randn(batch, tokens, (G.index_heads + 1) * G.index_width),
+    )
+    weights = tuple(torch.randn(n) * 0.2 for n in (32, 32, 32, 32))
+    frequencies = 1.0 / THETA ** (torch.arange(0, 16, 2).float() / 16)
+    return draws, weights, (frequencies, frequencies)
+
+
+def empty_caches(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple:
+    shape = (batch, G.kv_heads, tokens, G.width)
+    blocks = torch.full((batch, tokens // G.ratio, G.index_width), NAN)
+    return torch.zeros(shape).to(dtype), torch.zeros(shape).to(dtype), blocks
+
+
+def test_prepare_in_chunks_is_prepare_at_once() -> None:
+    tokens, rotary = 14, Rotary(16, 16)
+    draws, weights, frequencies = layer(1, tokens)
+    caches, state = empty_caches(1, 16), torch.zeros(1, 3, G.index_width)
+    queries, index_queries, done = [], [], 0
+    for valid, padded in ((3, 3), (1, 2), (5, 8), (1, 1), (4, 4)):
+        part: Any = tuple(
+            torch.nn.functional.pad(d[:, done : done + valid], (0, 0, 0, padded - valid), value=9.0)
+            for d in draws
+        )
+        past, new = ints(done), ints(valid)
+        got = kernel.prepare(G, rotary, EPS, part, weights, frequencies, caches, state, past, new)
+        state = got.index_state
+        queries.append(got.query[:, :, :valid])
+        index_queries.append(got.index_query[:, :, :valid])
+        done += valid
+    want = reference.prepare(
+        *draws, q_norm=weights[0], k_norm=weights[1], index_q_norm=weights[2],
+        positions=torch.arange(tokens)[None], rotary_dim=16, index_rotary_dim=16,
+        theta=THETA, eps=EPS,
+    )  # fmt: skip
+    near(torch.cat(queries, 2), want.query)
+    near(torch.cat(index_queries, 2), want.index_query)
+    near(caches[0][:, :, :tokens], want.key)
+    near(caches[1][:, :, :tokens], want.value, 0.0)
+    assert (caches[0][:, :, tokens:] == 0).all()
+    pooled = reference.pool_index_keys(
+        want.index_key, weights[3], ratio=4, rotary_dim=16, theta=THETA, eps=EPS
+    )
+    near(caches[2][:, :3], pooled)
+    assert caches[2][:, 3:].isnan().all()
+    near(state, want.index_key[:, -3:], 0.0)
+    wrong = reference.pool_index_keys(
+        want.index_key.roll(1, 1), weights[3], ratio=4, rotary_dim=16, theta=THETA, eps=EPS
+    )
+    assert (caches[2][:, :3] - wrong).abs().max() > 1e-2
+
+
+def test_prepare_leaves_a_padding_slot_alone() -> None:
+    draws, weights, frequencies = layer(2, 2)
+    caches, state = empty_caches(2, 8), torch.randn(2, 3, G.index_width)
+    got = kernel.prepare(
+        G, Rotary(16, 16), EPS, draws, weights, frequencies, caches, state, ints(3, 3), ints(2, 0)
+    )
+    assert torch.equal(got.index_state[1], state[1])
+    assert not torch.equal(got.index_state[0], state[0])
+    assert (caches[0][1] == 0).all() and caches[2][1].isnan().all()
+    assert (got.query[1] == 0).all()
+
+
+def test_prepare_with_three_axes_and_positions_across_calls() -> None:
+    tokens, rotary = 8, Rotary(16, 16, axes=3, sections=(3, 3, 2))
+    draws, weights, frequencies = layer(1, tokens)
+    axes = torch.randint(0, 90, (3, 1, tokens), dtype=torch.int32)
+    caches, state = empty_caches(1, 8), torch.zeros(1, 3, G.index_width)
+    seen = torch.zeros(1, 3, 3, dtype=torch.int32)
+    queries = []
+    for start, stop in ((0, 3), (3, 8)):
+        part = tuple(d[:, start:stop].contiguous() for d in draws)
+        got = kernel.prepare(
+            G, rotary, EPS, part, weights, frequencies, caches, state, ints(start),
+            ints(stop - start), axes[:, :, start:stop].contiguous(), seen,
+        )  # fmt: skip
+        state, seen = got.index_state, got.position_state
+        queries.append(got.query)
+    # Frequencies 0..7 turn by T H W T H W T H.
+    axis = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    angles = axes[axis].permute(1, 2, 0).float() * frequencies[0]
+    cos, sin = angles.cos(), angles.sin()
+    heads = draws[0].view(1, tokens, G.heads, 2, G.width)[:, :, :, 0]
+    normed = reference.centered_rms_norm(heads, weights[0], EPS)
+    want = reference.rotate(normed, cos[:, :, None], sin[:, :, None]).transpose(1, 2)
+    near(torch.cat(queries, 2), want)
+    raw = draws[3][..., -G.index_width :]
+    mean = raw.view(1, 2, 4, G.index_width).mean(2)
+    pooled = reference.rotate(
+        reference.centered_rms_norm(mean, weights[3], EPS), cos[:, ::4], sin[:, ::4]
+    )
+    near(caches[2], pooled)
+    assert torch.equal(seen, axes[:, :, -3:].permute(1, 2, 0))
+
+
+def test_prepare_saturates_float8_caches() -> None:
+    g = replace(G, cache_dtype="float8_e4m3fn", k_scale=0.001, v_scale=0.5)
+    draws, weights, frequencies = layer(1, 4)
+    # Values that e4m3 holds: the interpreter does not round like a GPU (1.97 becomes 1, not 2).
+    drawn = torch.randn(1, 4, G.kv_heads * G.width)
+    stored = torch.where(drawn.abs() < 2**-6, 1.0, drawn).to(torch.float8_e4m3fn)
+    draws = (*draws[:2], stored.float() * g.v_scale, draws[3])
+    caches = empty_caches(1, 4, torch.float8_e4m3fn)
+    kernel.prepare(
+        g, Rotary(16, 16), EPS, draws, weights, frequencies, caches,
+        torch.zeros(1, 3, G.index_width), ints(0), ints(4),
+    )  # fmt: skip
+    wanted = stored.view(1, 4, G.kv_heads, G.width).transpose(1, 2).float()
+    assert torch.equal(caches[1].float(), wanted)
+    # The keys' scale is far too small on purpose.
+    assert caches[0].float().abs().max() == 448 and caches[0].float().isfinite().all()
+
+
+def test_prepare_in_bfloat16() -> None:
+    g = replace(G, dtype="bfloat16", cache_dtype="bfloat16")
+    draws, weights, frequencies = layer(1, 4)
+    draws = tuple(d.bfloat16() for d in draws)
+    weights = tuple(w.bfloat16() for w in weights)
+    caches = tuple(c.bfloat16() for c in empty_caches(1, 4))
+    got = kernel.prepare(
+        g, Rotary(16, 16), EPS, draws, weights, frequencies, caches,
+        torch.zeros(1, 3, G.index_width, dtype=torch.bfloat16), ints(0), ints(4),
+    )  # fmt: skip
+    want = reference.prepare(
+        *draws, q_norm=weights[0], k_norm=weights[1], index_q_norm=weights[2],
+        positions=torch.arange(4)[None], rotary_dim=16, index_rotary_dim=16, theta=THETA, eps=EPS,
+    )  # fmt: skip
+    # The interpreter truncates where a GPU rounds: three times one unit in the last place.
+    for out, right in ((got.query, want.query), (caches[0], want.key)):
+        assert ((out - right).abs() <= 3 * 2**-7 * right.abs() + 2**-6).all()
+    assert not torch.equal(caches[0], want.key.roll(1, -1))
+
+
+def test_positions_belong_to_three_axes() -> None:
+    draws, weights, frequencies = layer(1, 1)
+    with pytest.raises(UsageError, match="three axes"):
+        kernel.prepare(
+            G, Rotary(16, 16, axes=3), EPS, draws, weights, frequencies, empty_caches(1, 4),
+            torch.zeros(1, 3, G.index_width), ints(0), ints(1),
+        )  # fmt: skip

@@ -1,0 +1,243 @@
+"""Registration with `tensorrt.plugin`, through a stand-in that behaves like it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from plugins.aot import quick
+from plugins.qsa import kernel, plan
+from plugins.qsa.plan import Geometry
+from plugins.qsa.plugin import OPERATIONS, geometry_attributes, register_all
+from plugins.support.errors import CapabilityError, UsageError
+
+BY_ID = {operation.id: operation for operation in OPERATIONS}
+
+
+class Expr:
+    """A symbolic 32-bit integer: records arithmetic, evaluated by substituting sizes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def _join(self, sign: str, other: Any, flip: bool = False) -> Expr:
+        mine, its = self.text, getattr(other, "text", repr(other))
+        return Expr(f"({its} {sign} {mine})" if flip else f"({mine} {sign} {its})")
+
+    def __add__(self, other: Any) -> Expr:
+        return self._join("+", other)
+
+    def __sub__(self, other: Any) -> Expr:
+        return self._join("-", other)
+
+    def __mul__(self, other: Any) -> Expr:
+        return self._join("*", other)
+
+    def __rmul__(self, other: Any) -> Expr:
+        return self._join("*", other, flip=True)
+
+    def __floordiv__(self, other: Any) -> Expr:
+        return self._join("//", other)
+
+
+def value(expression: Any, **sizes: int) -> int:
+    return eval(getattr(expression, "text", repr(expression)), {"__builtins__": {}}, sizes)
+
+
+class Desc:
+    """A tensor descriptor: shape expressions and a data type."""
+
+    def __init__(self, shape: tuple[Any, ...], dtype: Any = None, of: Desc | None = None) -> None:
+        self.shape_expr, self.dtype, self.aliases = shape, dtype, of
+
+    def aliased(self) -> Desc:
+        return Desc(self.shape_expr, self.dtype, self)
+
+
+class Launch:
+    pass
+
+
+def stand_in() -> Any:
+    """The parts of tensorrt.plugin that registration uses; collects what is registered."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def register(name: str) -> Any:
+        def keep(function: Any) -> Any:
+            annotations = [p.annotation for p in inspect.signature(function).parameters.values()]
+            kinds = [a is Desc for a in annotations]
+            # TensorRT: tensors first, then attributes, each with a type and without a default.
+            assert kinds == sorted(kinds, reverse=True)
+            assert all(a in (Desc, int, float, str, bool) for a in annotations)
+            found[name] = {"describe": function}
+            return function
+
+        return keep
+
+    def aot_impl(name: str) -> Any:
+        def keep(function: Any) -> Any:
+            names = list(inspect.signature(function).parameters)
+            assert names[-2:] == ["outputs", "tactic"]
+            assert names[:-2] == list(inspect.signature(found[name]["describe"]).parameters)
+            found[name]["implement"] = function
+            return function
+
+        return keep
+
+    dtypes = SimpleNamespace(float32="f32", float16="f16", bfloat16="bf16", fp8="fp8", int32="i32")
+    return SimpleNamespace(
+        TensorDesc=Desc,
+        KernelLaunchParams=Launch,
+        SymExprs=list,
+        SymIntExprs=lambda n: [None] * n,
+        SymInt32=lambda v: v,
+        from_shape_expr=Desc,
+        register=register,
+        aot_impl=aot_impl,
+        trt=dtypes,
+        found=found,
+    )
+
+
+def tensors(name: str, shapes: dict[str, tuple[Any, ...]]) -> list[Desc]:
+    return [Desc(shapes.get(a.name, ("any",))) for a in BY_ID[name].arguments().inputs]
+
+
+@pytest.fixture(scope="module")
+def trtp() -> Any:
+    module = stand_in()
+    for operation in OPERATIONS:
+        quick.register(module, operation, "9.0")
+    return module
+
+
+def test_every_operation_registers(trtp: Any) -> None:
+    assert set(trtp.found) == set(BY_ID)
+    for operation in OPERATIONS:
+        for name, kind in operation.attributes.items():
+            assert type(operation.example[name]) is kind, (operation.id, name)
+
+
+def run(trtp: Any, name: str, shapes: dict[str, tuple[Any, ...]], **changes: Any) -> tuple:
+    operation = BY_ID[name]
+    attributes = {**operation.example, **changes}
+    given = [*tensors(name, shapes), *(attributes[n] for n in operation.attributes)]
+    outputs = trtp.found[name]["describe"](*given)
+    return outputs, trtp.found[name]["implement"](*given, outputs, 1)
+
+
+def test_decode_attention_launch(trtp: Any) -> None:
+    b, s, c = Expr("B"), Expr("S"), Expr("C")
+    shapes = {"q": (b, 24, s, 256), "k_cache": (b, 2, c, 256)}
+    (out,), (name, ptx, launch, scalars) = run(trtp, "qsa::attend", shapes)
+    sizes = {"B": 64, "S": 3, "C": 4096}
+    assert [value(e, **sizes) for e in out.shape_expr] == [64, 3, 6144]
+    assert out.dtype == "bf16"
+    assert [value(e, **sizes) for e in scalars] == [3, 4096]
+    grid = (launch.grid_x, launch.grid_y, launch.grid_z)
+    assert [value(e, **sizes) for e in grid] == [64 * 3 * 2, 1, 1]
+    assert launch.block_x == 128 and 0 < launch.shared_mem <= 227 * 1024
+    assert f".entry {name}(" in ptx
+
+
+def test_prefill_launches(trtp: Any) -> None:
+    b, s = Expr("B"), Expr("S")
+    outputs, (_, _, launch, scalars) = run(trtp, "qsa::unite", {"blocks": (b, s, 512)}, words=1000)
+    sizes = {"B": 2, "S": 130}
+    shapes = [[value(e, **sizes) for e in out.shape_expr] for out in outputs]
+    assert shapes == [[2, 33], [2, 33, 2048], [2, 33, 1000]]
+    assert [value(e, **sizes) for e in (launch.grid_x, launch.grid_y)] == [33, 2]
+    assert [value(e, **sizes) for e in scalars] == [130, 1000]
+    shapes_in = {"q": (b, 24, s, 256), "k_cache": (b, 2, 4000, 256), "together": (b, s, 6144)}
+    (out,), (_, _, launch, _) = run(trtp, "qsa::attend_apart", shapes_in)
+    assert out.aliases is not None and out.aliases.shape_expr == (b, s, 6144)
+    assert [value(e, **sizes) for e in (launch.grid_x, launch.grid_y)] == [260, 2]
+
+
+def test_prepare_updates_its_caches_in_place(trtp: Any) -> None:
+    b, s = Expr("B"), Expr("S")
+    shapes = {
+        "q_gate": (b, s, 12288),
+        "key_cache_before": (b, 2, 4096, 256),
+        "index_keys_before": (b, 1024, 128),
+    }
+    outputs, (_, _, launch, scalars) = run(trtp, "qsa::prepare", shapes)
+    names = [a.name for a in BY_ID["qsa::prepare"].arguments().outputs]
+    aliased = {n for n, out in zip(names, outputs, strict=True) if out.aliases is not None}
+    assert aliased == {"key_cache", "value_cache", "index_keys"}
+    sizes = {"B": 5, "S": 7}
+    assert [value(e, **sizes) for e in scalars] == [7, 4096, 1024, 5]
+    assert value(launch.grid_x, **sizes) == 35 and launch.grid_y == 8
+
+
+def test_the_same_grid_as_direct_launches(trtp: Any) -> None:
+    # Eight rows: what kernel.py launches for a call of that size.
+    how = kernel.decode_plan(Geometry(), 8)
+    shapes = {"q": (Expr("B"), 24, 1, 256), "k_cache": (Expr("B"), 2, 4096, 256)}
+    changes = {"splits": how.splits, "columns": 64, "warps": 2, "stages": 2}
+    outputs, (_, _, launch, scalars) = run(trtp, "qsa::attend_split", shapes, **changes)
+    spec = kernel.decode_partial(Geometry(), how)
+    direct = spec.grid({"rows": 8, "splits": how.splits})
+    assert (value(launch.grid_x, B=8), value(launch.grid_y, B=8)) == direct
+    assert [value(e, B=8) for e in scalars] == [1, 4096, 8, how.splits]
+    partial = [value(e, B=8) for e in outputs[0].shape_expr]
+    assert partial == [how.splits, 8, 24, 256]
+
+
+def test_plans_cover_every_column_and_fit_the_gpu() -> None:
+    for cache in ("bfloat16", "float8_e4m3fn"):
+        g = Geometry(cache_dtype=cache)
+        for rows in (1, 2, 3, 8, 31, 64, 65, 128, 500, 5000):
+            for deep in (True, False):
+                how = kernel.decode_plan(g, rows, deep=deep)
+                if how.once:
+                    assert how.splits * how.tiles.columns >= g.blocks * g.ratio + g.ratio - 1
+                else:
+                    assert how.splits * how.tiles.columns <= g.blocks * g.ratio
+                tile = how.tiles.columns * how.tiles.stages * g.width * 2
+                assert deep or tile * (1 if g.fp8 else 2) < 140_000
+
+
+def test_geometry_survives_as_attributes() -> None:
+    g = Geometry(blocks=256, k_scale=0.5)
+    attributes = {**BY_ID["qsa::select"].example, **geometry_attributes(g)}
+    assert BY_ID["qsa::select"].spec(attributes).constants["K"] == 256
+
+
+def test_an_attribute_of_another_type_is_refused() -> None:
+    operation = BY_ID["qsa::merge"]
+    broken = quick.Operation(**{**vars(operation), "attributes": {"sizes": list}})
+    with pytest.raises(UsageError, match="type"):
+        quick.register(stand_in(), broken, "9.0")
+    broken = quick.Operation(**{**vars(operation), "attributes": {"gate": int}})
+    with pytest.raises(UsageError, match="share a name"):
+        quick.register(stand_in(), broken, "9.0")
+
+
+def test_without_tensorrt_registration_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(CapabilityError, match="full TensorRT"):
+        register_all("9.0")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_kernels_run_through_the_driver() -> None:
+    from plugins.aot.compile import compile_kernel
+    from plugins.aot.driver import LoadedKernel
+
+    major, minor = torch.cuda.get_device_capability()
+    spec = plan.select_row(Geometry(), 512, 1)
+    loaded = LoadedKernel(compile_kernel(spec, f"{major}.{minor}"))
+    scores = torch.rand(3, 1, 500, device="cuda")
+    past = torch.tensor([1999, 3, 0], dtype=torch.int32, device="cuda")
+    new = torch.ones(3, dtype=torch.int32, device="cuda")
+    ids = torch.zeros(3, 1, 512, dtype=torch.int32, device="cuda")
+    call = {"scores": scores, "past": past, "new": new, "ids": ids}
+    loaded.run(spec, call, {"S": 1, "NB": 500, "rows": 3})
+    kept = [int((ids[row] >= 0).sum()) for row in range(3)]
+    assert kept == [500, 1, 0] and ids[0, 0, :500].tolist() == list(range(500))
