@@ -112,7 +112,9 @@ def test_forgotten_states_and_contexts_are_noticed(
     host = engine._host_inputs[0]
     with monkeypatch.context() as patch:
         original = type(host).__call__
-        patch.setattr(type(host), "__call__", lambda s, t, c, n: original(s, t, c * 0 + s.fill, n))
+        patch.setattr(
+            type(host), "__call__", lambda s, t, c, n, r: original(s, t, c * 0 + s.fill, n, r)
+        )
         contextless = prompt_logits(engine, GOLDEN_PROMPT, 17)
     assert float((contextless - golden).abs().max()) > 1e-2
     assert torch.equal(prompt_logits(engine, GOLDEN_PROMPT), golden)
