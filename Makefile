@@ -8,7 +8,7 @@ DEMO   ?= demo
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 
-DEMO_EXTRAS := rtx,serve
+DEMO_EXTRAS := rtx,serve,media
 TEST_EXTRAS := rtx,serve,kernels,media,quantize,test,lint
 
 .PHONY: demo test lint format docs clean

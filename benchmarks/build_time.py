@@ -13,15 +13,22 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import get_args
 
 from build_scripts.engines import Request, WeightMode, build
 from converters.checkpoint.convert import convert
 from tests.fixtures.qwen38_deterministic import write_deterministic
 
 GROUP = ["linear_attention"] * 3 + ["full_attention"]
-LAYERS = (4, 8, 16)
-TARGETS: tuple[tuple[str, ...], ...] = (("8.9",), ("8.0", "8.6", "8.9", "12.0"))
+ONE: tuple[str, ...] = ("8.9",)
+FOUR = ("8.0", "8.6", "8.9", "12.0")
+CASES: tuple[tuple[int, tuple[str, ...], WeightMode], ...] = (
+    (4, FOUR, "auto"),
+    (8, FOUR, "auto"),
+    (16, FOUR, "auto"),
+    (8, ONE, "auto"),
+    (8, FOUR, "inputs"),
+    (8, FOUR, "embedded"),
+)
 
 
 def measure(checkpoint: Path, root: Path, targets: tuple[str, ...], weights: WeightMode) -> str:
@@ -46,15 +53,17 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     with tempfile.TemporaryDirectory(prefix="build-time-") as directory:
         root = Path(directory)
-        for layers in LAYERS:
-            source = write_deterministic(
-                root / f"hf-{layers}", num_hidden_layers=layers, layer_types=GROUP * (layers // 4)
-            )
-            convert(source, root / f"checkpoint-{layers}", "bfloat16")
-            for targets in TARGETS:
-                for weights in get_args(WeightMode):
-                    cells = measure(root / f"checkpoint-{layers}", root, targets, weights)
-                    print(f"| {layers} | {' '.join(targets)} | {weights} | {cells} |", flush=True)
+        for layers, targets, weights in CASES:
+            checkpoint = root / f"checkpoint-{layers}"
+            if not checkpoint.exists():
+                types = GROUP * (layers // len(GROUP))
+                source = write_deterministic(
+                    root / f"hf-{layers}", num_hidden_layers=layers, layer_types=types
+                )
+                with Path(os.devnull).open("w") as silent, contextlib.redirect_stderr(silent):
+                    convert(source, checkpoint, "bfloat16")
+            cells = measure(checkpoint, root, targets, weights)
+            print(f"| {layers} | {' '.join(targets)} | {weights} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ def command(
         ),
     ],
     dtype: options.DtypeOption = None,
+    quantize: options.QuantizeOption = None,
+    only: options.OnlyOption = options.Only.experts,
+    workers: options.Workers = 2,
     max_batch_size: options.MaxBatchSize = 8,
     max_seq_len: options.MaxSeqLen = None,
     max_input_len: options.MaxInputLen = None,
@@ -57,7 +60,18 @@ def command(
         weights=weights.value,
     )
     with output.reserved_stdout(json):
-        result = chain.run(hf_dir, out_dir, dtype.value if dtype else None, request, tokenizer)
+        result = chain.run(
+            hf_dir,
+            out_dir,
+            chain.Conversion(
+                dtype=dtype.value if dtype else None,
+                quantize=quantize.value if quantize else None,
+                only=only.value,
+                workers=workers,
+            ),
+            request,
+            tokenizer,
+        )
     if json:
         output.emit_json(result.as_dict())
     else:

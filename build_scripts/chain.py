@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from build_scripts import engines, output, verification
+from build_scripts import engines, output, verdict, verification
 from converters.checkpoint.convert import ConversionReport, convert
 from plugins.support.atomic import refuse_existing
 from triton_repo.frontend.tokenizer import load_tokenizer
@@ -16,13 +16,23 @@ CHECKPOINT, ENGINE, REPOSITORY = "checkpoint", "engine", "model_repository"
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """The options of the first step, as `converters.checkpoint.convert.convert` takes them."""
+
+    dtype: str | None = None
+    quantize: str | None = None
+    only: str = "experts"
+    workers: int = 2
+
+
+@dataclass(frozen=True)
 class Result:
     """What every step reported; `repository` is None when verification failed."""
 
     out_dir: Path
     conversion: ConversionReport
     build: engines.Result
-    verification: verification.Result
+    verification: verdict.Result
     repository: Path | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,7 +58,7 @@ class Result:
 def run(
     hf_dir: Path,
     out_dir: Path,
-    dtype: str | None,
+    options: Conversion,
     request: engines.Request,
     tokenizer: Path | None,
 ) -> Result:
@@ -61,7 +71,7 @@ def run(
         refuse_existing(out_dir / name, f"{name} directory")
     load_tokenizer(tokenizer or hf_dir)
     output.say(f"1/4 convert {hf_dir} -> {out_dir / CHECKPOINT}")
-    conversion = convert(hf_dir, out_dir / CHECKPOINT, dtype)
+    conversion = convert(hf_dir, out_dir / CHECKPOINT, **asdict(options))
     output.say(f"2/4 build -> {out_dir / ENGINE}")
     built = engines.build(out_dir / CHECKPOINT, out_dir / ENGINE, request)
     output.say(f"3/4 verify against {hf_dir}")

@@ -19,6 +19,7 @@ from build_scripts import (
     build,
     convert,
     doctor,
+    export_hf,
     inspect,
     output,
     repo,
@@ -65,7 +66,7 @@ HELP = """Build TensorRT engines from Hugging Face checkpoints and serve them on
 Every verb takes --json: one JSON object on standard output, progress on standard error.
 """
 
-VERBS = (convert, build, verify, inspect, run, repo, serve, all_verb, doctor)
+VERBS = (convert, build, verify, inspect, run, repo, serve, all_verb, export_hf, doctor)
 
 app = typer.Typer(
     help=HELP,
@@ -75,7 +76,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-NAMES = tuple(module.__name__.rpartition(".")[2] for module in VERBS)
+NAMES = tuple(module.__name__.rpartition(".")[2].replace("_", "-") for module in VERBS)
 for name, module in zip(NAMES, VERBS, strict=True):
     app.command(name=name, no_args_is_help=module is not doctor)(module.command)
 

@@ -16,22 +16,34 @@ def command(
         Path, typer.Argument(metavar="CKPT_DIR", help="Directory to create; must not exist.")
     ],
     dtype: options.DtypeOption = None,
+    quantize: options.QuantizeOption = None,
+    only: options.OnlyOption = options.Only.experts,
+    workers: options.Workers = 2,
     json: options.Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint into a TensorRT-LLM checkpoint.
 
     Reads configs and headers first and refuses what it cannot convert before a single weight is
-    read; then streams the weights, so that memory does not grow with the checkpoint.
+    read; then streams the weights, so that memory does not grow with the checkpoint. A killed
+    conversion is continued by the same command.
 
     [bold]Examples[/bold]
 
       build-engine convert Qwen3.8-Flash-Next checkpoint
       build-engine convert Qwen3.8-Flash-Next checkpoint --dtype float32
+      build-engine convert Qwen3.8-Flash-Next checkpoint --quantize nvfp4 --only mlp
     """
     from converters.checkpoint.convert import convert
 
     with output.reserved_stdout(json):
-        report = convert(hf_dir, ckpt_dir, dtype.value if dtype else None)
+        report = convert(
+            hf_dir,
+            ckpt_dir,
+            dtype.value if dtype else None,
+            quantize=quantize.value if quantize else None,
+            only=only.value,
+            workers=workers,
+        )
     if json:
         output.emit_json(report.as_dict())
     else:

@@ -19,6 +19,22 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Quantize(StrEnum):
+    """What plain weights become."""
+
+    nvfp4 = "nvfp4"
+    fp8 = "fp8"
+    fp8_block = "fp8-block"
+
+
+class Only(StrEnum):
+    """Which weights are quantised."""
+
+    experts = "experts"
+    mlp = "mlp"
+    all = "all"
+
+
 class Flavor(StrEnum):
     """Which TensorRT builds the engines."""
 
@@ -48,6 +64,21 @@ EngineDir = Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="Output of
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option("--dtype", help="Element type; default: the checkpoint's own.")
+]
+QuantizeOption = Annotated[
+    Quantize | None,
+    typer.Option("--quantize", help="Quantise plain weights; default: keep what is stored."),
+]
+OnlyOption = Annotated[
+    Only,
+    typer.Option(
+        "--only",
+        help="What --quantize applies to: routed experts; mlp: and shared experts; "
+        "all: and the projections of attention and n-gram blocks.",
+    ),
+]
+Workers = Annotated[
+    int, typer.Option("--workers", min=1, help="Tensors that are converted at a time.")
 ]
 MaxBatchSize = Annotated[
     int, typer.Option("--max-batch-size", min=1, help="Sequences served at the same time.")

@@ -87,7 +87,7 @@ def score(
         if tap not in reference:
             raise InputError("the reference has no such value", where=f"tap {tap}")
         taps[tap] = difference(tap, value, reference[tap])
-    return Score(taps, _logits_score(ours[LOGITS], reference[LOGITS]))
+    return Score(taps, logits_score(ours[LOGITS], reference[LOGITS]))
 
 
 def difference(tap: str, ours: torch.Tensor, reference: torch.Tensor) -> Difference:
@@ -108,8 +108,8 @@ def difference(tap: str, ours: torch.Tensor, reference: torch.Tensor) -> Differe
     return Difference(largest, largest / scale if scale else largest)
 
 
-def _logits_score(ours: torch.Tensor, reference: torch.Tensor) -> LogitsScore:
-    # The engine's vocabulary may be padded.
+def logits_score(ours: torch.Tensor, reference: torch.Tensor) -> LogitsScore:
+    """Compare logits [tokens, vocabulary]; ours may be padded with more columns."""
     ours, reference = ours[:, : reference.shape[1]].double(), reference.double()
     ours_log, reference_log = log_softmax(ours, -1), log_softmax(reference, -1)
     divergence = float((reference_log.exp() * (reference_log - ours_log)).sum(-1).mean())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,17 +20,18 @@ from safetensors.torch import save_file
 from transformers.utils import logging as transformers_logging
 
 from build_scripts import output
+from build_scripts.reference_weights import is_plain, open_reference
 from build_scripts.scores import (
-    KL_BOUND,
     LOGITS,
-    RELATIVE_BOUND,
     Difference,
-    LogitsScore,
     Score,
     difference,
     finite,
+    logits_score,
     score,
 )
+from build_scripts.taps import TapExecutor
+from build_scripts.verdict import Control, Result
 from converters.checkpoint.config import parse_config
 from converters.registry import family_for
 from plugins.support.progress import progress
@@ -43,215 +43,20 @@ from runtime.contract import (
     EngineConfig,
     NgramEmbedding,
     Phase,
-    TensorSpec,
     check_files,
     read_config,
 )
 from runtime.engine import Engine
 from runtime.executors.weights import MappedWeights
 from runtime.host_inputs import HostInput, open_host_inputs
-from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.program import Program
 from runtime.rows import Row
-from runtime.slots import SlotMemory
 
 # Tokens that the comparison gives to the generation engine, after the context engine's.
 GENERATION_TOKENS = 12
 SAMPLE_TOKENS = 4096
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Control:
-    """One mistake made on purpose; `noticed` says that the comparison failed, as it must."""
-
-    name: str
-    worst_tap: str
-    relative: float
-    kl: float
-    argmax: float
-    noticed: bool
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `verify` found."""
-
-    engine_dir: Path
-    reference: Path
-    tokens: int
-    dtype: str
-    definition: dict[Phase, Score]
-    as_built: dict[Phase, Score]
-    controls: list[Control] = field(default_factory=list)
-    audio: dict[str, Difference] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the definition holds and every mistake was noticed."""
-        return (
-            all(score.within for score in self.definition.values())
-            and all(finite(d.relative) <= RELATIVE_BOUND for d in self.audio.values())
-            and all(control.noticed for control in self.controls)
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "passed": self.passed,
-            "engine_dir": str(self.engine_dir),
-            "against": str(self.reference),
-            "tokens": self.tokens,
-            "dtype": self.dtype,
-            "bounds": {"relative": RELATIVE_BOUND, "kl": KL_BOUND, "argmax": 1.0},
-            "definition": {phase: asdict(score) for phase, score in self.definition.items()},
-            "as_built": {phase: asdict(score) for phase, score in self.as_built.items()},
-            "audio": {tap: asdict(difference) for tap, difference in self.audio.items()},
-            "negative_controls": [asdict(control) for control in self.controls],
-        }
-
-    def print(self) -> None:
-        """For people, on standard output."""
-        output.table(
-            f"Layers in float32, {self.tokens} tokens (largest difference / relative to the "
-            f"largest value; bound {RELATIVE_BOUND:.0e})",
-            ("tap", *(f"{phase} {what}" for phase in PHASES for what in ("max abs", "relative"))),
-            list(self._tap_rows()),
-        )
-        if self.audio:
-            output.table(
-                f"Audio engine in float32 (bound {RELATIVE_BOUND:.0e})",
-                ("tap", "max abs", "relative"),
-                [(t, _short(d.max_abs), _short(d.relative)) for t, d in self.audio.items()],
-            )
-        output.table(
-            f"Logits (bounds: divergence {KL_BOUND:.0e}, every argmax equal)",
-            ("engine", "max abs", "KL divergence", "same argmax", "verdict"),
-            list(self._logits_rows()),
-        )
-        if self.controls:
-            self._print_controls()
-        output.say("verification passed" if self.passed else "verification FAILED")
-
-    def _print_controls(self) -> None:
-        output.table(
-            "Mistakes made on purpose; each must be noticed",
-            ("mistake", "worst tap", "relative", "KL divergence", "same argmax", "verdict"),
-            [
-                (
-                    c.name,
-                    c.worst_tap,
-                    _short(c.relative),
-                    _short(c.kl),
-                    f"{100 * c.argmax:.1f} %",
-                    "noticed" if c.noticed else "NOT NOTICED",
-                )
-                for c in self.controls
-            ],
-        )
-
-    def _tap_rows(self) -> Iterator[tuple[str, ...]]:
-        for tap in self.definition["context"].taps:
-            cells = []
-            for phase in PHASES:
-                difference = self.definition[phase].taps[tap]
-                cells += [_short(difference.max_abs), _short(difference.relative)]
-            yield (tap, *cells)
-
-    def _logits_rows(self) -> Iterator[tuple[str, ...]]:
-        for phase in PHASES:
-            exact, built = self.definition[phase], self.as_built[phase]
-            verdict = "within" if exact.within else "OUT OF BOUNDS"
-            yield (f"{phase}, float32", *_cells(exact.logits), verdict)
-            yield (f"{phase}, {self.dtype} as built", *_cells(built.logits), "for information")
-
-
-def _cells(logits: LogitsScore) -> tuple[str, str, str]:
-    return _short(logits.max_abs), _short(logits.kl), f"{100 * logits.argmax:.1f} %"
-
-
-def _short(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-class TapExecutor:
-    """`runtime.executors.Executor` for one slot that also keeps the taps of the last call.
-
-    Args:
-        config: of the engine directory.
-        programs: per phase.
-        weights: tensors by checkpoint name.
-        promote: compute and store in float32.
-    """
-
-    name = "interpreter"
-    device = _CPU
-    generation_widths: Sequence[int] = (1,)
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        programs: Mapping[Phase, Program],
-        weights: Mapping[str, torch.Tensor],
-        promote: bool,
-    ) -> None:
-        self._config, self.programs = config, programs
-        self._interpreters = {
-            phase: Interpreter(program, weights, promote_floats=promote)
-            for phase, program in programs.items()
-        }
-        self._promote = promote
-        self.taps: dict[str, torch.Tensor] = {}
-        self.begin(0)
-
-    def begin(self, slot: int) -> None:
-        """Forget the sequence: caches and states zero."""
-        specs = self._config.engines["context"].of_kind("cache", "state")
-        if self._promote:
-            specs = [_in_float32(spec) for spec in specs]
-        self._memory = SlotMemory(specs, 1, _CPU)
-        self._memory.begin(slot)
-
-    def end(self, slot: int, poisoned: bool = False) -> None:
-        """See `Executor.end`."""
-        self._memory.end(slot, poisoned)
-
-    @torch.inference_mode()
-    def step(self, phase: Phase, first: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """See `Executor.step`; the taps are in `taps` afterwards, [B, S, ...] each."""
-        wanted = [t.name for t in self._config.engines[phase].of_kind("token", "host")]
-        bound = {name: inputs[name] for name in wanted}
-        if self._promote:
-            bound = {n: t.float() if t.is_floating_point() else t for n, t in bound.items()}
-        bound |= self._memory.inputs(first, 1)
-        taps = tuple(self.programs[phase].taps)
-        results = self._interpreters[phase].run(bound, fetch=taps)
-        for name, tensor in self._memory.next_states(first, 1).items():
-            tensor.copy_(results[f"{name}.next"])
-        self._memory.commit(first, 1)
-        self.taps = {tap: results[tap] for tap in taps}
-        return results[LOGITS]
-
-    def output(self, name: str) -> torch.Tensor:
-        """No other engine follows this one."""
-        raise KeyError(name)
-
-    @torch.inference_mode()
-    def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `Executor.encode`; the taps are in `taps` afterwards."""
-        taps = tuple(self.programs["audio"].taps)
-        results = self._interpreters["audio"].run(inputs, fetch=taps)
-        self.taps = {tap: results[tap] for tap in taps}
-        return results
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-def _in_float32(spec: TensorSpec) -> TensorSpec:
-    narrow = spec.dtype in ("float16", "bfloat16")
-    return spec.model_copy(update={"dtype": "float32"}) if narrow else spec
 
 
 def observe(
@@ -307,8 +112,13 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     output.say(f"loading the reference from {hf_dir}")
-    oracle = oracle_module.Oracle(hf_dir, pretrained["dtype"])
+    with open_reference(engine_dir, config, checkpoint_config, hf_dir) as source:
+        oracle = oracle_module.Oracle(source.directory, source.dtype)
     ids = oracle.sample_ids(min(config.build_config.max_seq_len, SAMPLE_TOKENS))
+    quantised = None
+    if source.decoded and is_plain(hf_dir):
+        original = oracle_module.Oracle(hf_dir, pretrained["dtype"]).run(ids)
+        quantised = logits_score(oracle.run(ids)[LOGITS], original[LOGITS])
     split = max(1, min(len(ids) - GENERATION_TOKENS, config.build_config.max_input_len))
     reference = oracle.run(ids)
     spans = {"context": slice(0, split), "generation": slice(split, None)}
@@ -351,14 +161,21 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
             controls = []
         for control in controls:
             changed = control.weights(weights)
-            with _mistaken_hosts(config, engine_dir, control, changed) as mistaken:
-                bound = dict(weights) | changed
+            if changed and all(torch.equal(weights[n], t) for n, t in changed.items()):
+                # As with biases that are all zero: with these values it is no mistake.
+                output.say(f"left out, it changes no value of this checkpoint: {control.name}")
+                reporter.advance(1, control.name)
+                continue
+            bound = dict(weights) | changed
+            with _mistaken_hosts(config, engine_dir, control, bound, changed) as mistaken:
                 # Both engines read the same weights: one of them notices what the other would.
                 scores, _ = compare(("context",), bound, mistaken, promote=True)
             noticed.append(_control(control.name, scores["context"]))
             reporter.advance(1, control.name)
     dtype = pretrained["dtype"]
-    return Result(engine_dir, hf_dir, len(ids), dtype, definition, as_built, noticed, audio)
+    return Result(
+        engine_dir, hf_dir, len(ids), dtype, definition, as_built, noticed, audio, quantised
+    )
 
 
 def _listen(
@@ -380,7 +197,11 @@ def _listen(
 
 @contextmanager
 def _mistaken_hosts(
-    config: EngineConfig, engine_dir: Path, control: Any, changed: Mapping[str, torch.Tensor]
+    config: EngineConfig,
+    engine_dir: Path,
+    control: Any,
+    weights: Mapping[str, torch.Tensor],
+    changed: Mapping[str, torch.Tensor],
 ) -> Iterator[list[HostInput]]:
     """The host inputs as a negative control describes them, over the tables that it changed."""
     described = control.host_inputs([host.model_dump() for host in config.host_inputs])
@@ -389,7 +210,9 @@ def _mistaken_hosts(
     if not any(name in changed for name in names):
         yield open_host_inputs(mistaken, engine_dir)
         return
-    tables = {name: changed[name].contiguous() for name in names}
+    # A quantised table has its scales beside it.
+    modules = tuple(name.rpartition(".")[0] + "." for name in names)
+    tables = {n: tensor.contiguous() for n, tensor in weights.items() if n.startswith(modules)}
     with TemporaryDirectory(prefix="build-engine-verify-") as directory:
         save_file(tables, Path(directory) / config.weights.file)
         yield open_host_inputs(mistaken, Path(directory))

@@ -72,9 +72,9 @@ class Job:
 
     @property
     def audio_is_over(self) -> bool:
-        """Whether the stream has ended and every row of it has its token."""
+        """Whether the stream has ended and every row has its token, were it one of the prompt."""
         audio = self.request.audio
-        return audio is not None and not self.prefilling and audio.over(len(self.tokens))
+        return audio is not None and audio.over(len(self.tokens))
 
 
 @dataclass

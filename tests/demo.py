@@ -1,8 +1,8 @@
 """`make demo`: the whole product in one go, on a small checkpoint that is made on the spot.
 
 Every step is the command that a person would type. The last step talks to the running server with
-tritonclient: one streaming request, then eight at the same time, each compared with the known
-continuation of its prompt.
+tritonclient: one streaming request, then eight at the same time, each compared with what the model
+was taught: the continuation of its prompt, or the words of its recording.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from build_scripts import output
 CLIENTS = 8
 READY_TIMEOUT_S = 120
 # What a family's engines are built with beyond the limits.
-OPTIONS = {"dots3": " --max-draft-len 3"}
+OPTIONS = {
+    "qwen38": "--max-seq-len 512",
+    "dots3": "--max-seq-len 512 --max-draft-len 3",
+    "voxtral": "--max-seq-len 1024",
+}
+# Text to continue, or a recording to transcribe.
+Prompt = str | Path
 
 
 @dataclass(frozen=True)
@@ -42,18 +48,25 @@ class Answer:
     total_s: float
 
 
-def ask(url: str, prompt: str, max_tokens: int, stream: bool, model: str = "ensemble") -> Answer:
+def ask(url: str, prompt: Prompt, max_tokens: int, stream: bool, model: str = "ensemble") -> Answer:
     """Send one request over a gRPC stream and collect the answer.
 
     Raises RuntimeError with the server's message when the server answers with an error.
     """
     values: dict[str, tuple[Any, str, type]] = {
-        "text_input": (prompt.encode(), "BYTES", np.object_),
         "max_tokens": (max_tokens, "INT32", np.int32),
         "stream": (stream, "BOOL", np.bool_),
         "exclude_input_in_output": (True, "BOOL", np.bool_),
     }
     inputs = []
+    if isinstance(prompt, Path):
+        values["task"] = (b"transcribe", "BYTES", np.object_)
+        recording = np.frombuffer(prompt.read_bytes(), np.uint8)[None]
+        tensor = grpc.InferInput("audio_bytes", list(recording.shape), "UINT8")
+        tensor.set_data_from_numpy(recording)
+        inputs.append(tensor)
+    else:
+        values["text_input"] = (prompt.encode(), "BYTES", np.object_)
     for name, (value, dtype, numpy_type) in values.items():
         tensor = grpc.InferInput(name, [1, 1], dtype)
         tensor.set_data_from_numpy(np.array([[value]], dtype=numpy_type))
@@ -97,7 +110,19 @@ def _argv(command: str) -> list[str]:
     return [sys.executable, "-m", *module, *(rest if program == "build-engine" else rest[2:])]
 
 
-def _serve_and_ask(repository: Path, samples: list[tuple[str, str]], max_tokens: int) -> bool:
+def _known(family: str) -> list[tuple[Prompt, str]]:
+    """Prompts of the family's small checkpoint and the answers that it was taught."""
+    fixture = importlib.import_module(f"tests.fixtures.{family}_checkpoint")
+    if family == "voxtral":
+        return [(r.path, r.words) for r in fixture.recordings()]
+    return [(k.prompt, k.continuation) for k in fixture.known_continuations() if k.kind == "text"]
+
+
+def _shown(prompt: Prompt) -> str:
+    return prompt.name if isinstance(prompt, Path) else prompt
+
+
+def _serve_and_ask(repository: Path, samples: list[tuple[Prompt, str]], max_tokens: int) -> bool:
     """Start the server, send the requests, print what came back. Returns whether all is right."""
     command = f"build-engine serve {repository} --http-port 0 --grpc-port 0 --metrics-port 0 --json"
     output.say(f"\n$ {command}")
@@ -110,7 +135,7 @@ def _serve_and_ask(repository: Path, samples: list[tuple[str, str]], max_tokens:
         url = addresses["grpc"]
         prompt, expected = samples[0]
         streamed = ask(url, prompt, max_tokens, stream=True)
-        output.say(f"\nprompt:   {prompt!r}\nstreamed: {streamed.text!r}")
+        output.say(f"\nprompt:   {_shown(prompt)!r}\nstreamed: {streamed.text!r}")
         start = time.perf_counter()
         chosen = [samples[i % len(samples)] for i in range(CLIENTS)]
         with ThreadPoolExecutor(CLIENTS) as pool:
@@ -123,7 +148,7 @@ def _serve_and_ask(repository: Path, samples: list[tuple[str, str]], max_tokens:
     rows = [
         (
             index,
-            prompt[:40],
+            _shown(prompt)[:40],
             answer.pieces,
             f"{answer.first_s * 1e3:.0f} ms",
             f"{answer.total_s:.2f} s",
@@ -135,7 +160,7 @@ def _serve_and_ask(repository: Path, samples: list[tuple[str, str]], max_tokens:
     ]
     output.table(
         f"{CLIENTS} requests at the same time, {wall:.2f} s in all",
-        ("client", "prompt", "pieces", "first text", "finished", "continuation"),
+        ("client", "prompt", "pieces", "first text", "finished", "answer"),
         rows,
     )
     output.say(f"server ended with exit code {code}")
@@ -145,7 +170,7 @@ def _serve_and_ask(repository: Path, samples: list[tuple[str, str]], max_tokens:
 def main() -> None:
     """Make the small checkpoint in DIRECTORY/model, run the chain on it and talk to the server."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--family", default="qwen38", choices=("qwen38", "dots3"))
+    parser.add_argument("--family", default="qwen38", choices=tuple(OPTIONS))
     parser.add_argument("directory", type=Path, help="replaced when it exists")
     arguments = parser.parse_args()
     root: Path = arguments.directory
@@ -155,17 +180,14 @@ def main() -> None:
     begin = time.perf_counter()
     _run(f"python -m tests.fixtures.{arguments.family}_checkpoint {model}", timings)
     _run(f"build-engine convert {model} {root / 'checkpoint'}", timings)
-    limits = f"--max-batch-size {CLIENTS} --max-seq-len 512{OPTIONS.get(arguments.family, '')}"
+    limits = f"--max-batch-size {CLIENTS} {OPTIONS[arguments.family]}"
     _run(f"build-engine build {root / 'checkpoint'} {engine} {limits}", timings)
     _run(f"build-engine verify {engine} --against {model}", timings)
     _run(f"build-engine repo {engine} {repository}", timings)
-    fixture = importlib.import_module(f"tests.fixtures.{arguments.family}_checkpoint")
-    known = fixture.known_continuations()
-    samples = [(k.prompt, k.continuation) for k in known if k.kind == "text"]
-    good = _serve_and_ask(repository, samples, max_tokens=160)
+    good = _serve_and_ask(repository, _known(arguments.family), max_tokens=160)
     timings.append(("whole demo", f"{time.perf_counter() - begin:.1f} s"))
     output.table("What happened", ("step", "time"), timings)
-    output.say("every answer is the known continuation" if good else "an answer is WRONG")
+    output.say("every answer is what the model was taught" if good else "an answer is WRONG")
     sys.exit(0 if good else 1)
 
 

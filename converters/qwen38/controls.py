@@ -124,7 +124,8 @@ def _tiled_value_heads(weights: Weights, config: Qwen38CheckpointConfig) -> dict
             changed[name] = rows(x, depth)
         elif name.endswith(("in_proj_a.weight", "in_proj_b.weight", ".A_log", ".dt_bias")):
             changed[name] = rows(x, 1)
-        elif name.endswith("out_proj.weight"):
+        elif name.endswith("out_proj.weight") and x.dtype != torch.uint8:
+            # Columns of packed codes stay: the other tensors are mistaken enough.
             changed[name] = rows(x.T, depth).T.contiguous()
     return changed
 

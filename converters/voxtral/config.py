@@ -290,7 +290,8 @@ def _huggingface_text(keys: KeyReader, source: SourceCheckpoint, realtime: bool)
     else:
         keys.rely_on_if_present("sliding_window", None, "the decoder attends to everything")
     # The file of a whole model may leave the end to generation_config.json.
-    values = source.config.get("text_config") or {}
+    table = source.config.get("text_config")
+    values = table if isinstance(table, dict) else {}
     generation = source.optional_json("generation_config.json") or {}
     ends = generation.get("eos_token_id", values.get("eos_token_id"))
     keys.ignore("eos_token_id", "bos_token_id", *_IGNORED_TEXT)

@@ -35,8 +35,12 @@ class AudioPlacement:
         self, tokens: Int64, context: Int64, lengths: Int64, rows: Sequence[Row | None]
     ) -> torch.Tensor:
         """[B, S, H], zero where a token has no row."""
-        placed = torch.zeros(*tokens.shape, self._width, dtype=self._dtype)
-        for index, row in enumerate(rows):
-            if row is not None and row.audio is not None:
-                row.audio.place(row.start, placed[index, : row.count])
+        heard = [(i, row.start, row.count, row.audio) for i, row in enumerate(rows) if row]
+        # An executor that computes in a wider type than the engine's gets its own rows back as
+        # they are: rounded here, a comparison in that type would be one of the rounding.
+        dtype = next((audio.all().dtype for *_, audio in heard if audio), self._dtype)
+        placed = torch.zeros(*tokens.shape, self._width, dtype=dtype)
+        for index, start, count, audio in heard:
+            if audio is not None:
+                audio.place(start, placed[index, :count])
         return placed

@@ -178,3 +178,25 @@ def test_all_leaves_the_three_artefacts(
     again = command("all", trained_checkpoint, out)
     assert again.code == 2
     assert "already exists" in again.err
+
+
+def test_quantised_weights_are_verified_as_what_they_mean(
+    command: Command, trained_checkpoint: Path, deterministic_checkpoint: Path, tmp_path: Path
+) -> None:
+    checkpoint, engine, exported = (tmp_path / name for name in ("checkpoint", "engine", "hf"))
+    assert command("convert", trained_checkpoint, checkpoint, "--quantize", "nvfp4").code == 0
+    done = command("export-hf", checkpoint, exported, "--json")
+    assert done.json["quant_algo"] == "W4A16_NVFP4"
+    assert (exported / "hf_quant_config.json").is_file()
+
+    limits = ("--max-seq-len", 128, "--chunk-size", 64, "--target", "12.0")
+    assert command("build", checkpoint, engine, *limits).code == 0
+    found = command("verify", engine, "--against", trained_checkpoint, "--json").json
+    assert found["passed"]
+    # The networks compute what the codes mean; what the format costs is told beside it.
+    assert found["definition"]["context"]["logits"]["kl"] < 1e-9
+    assert found["quantised"]["kl"] > 1e-4
+
+    other = command("verify", engine, "--against", deterministic_checkpoint)
+    assert other.code == 3
+    assert "another checkpoint" in other.err

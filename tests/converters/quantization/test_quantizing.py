@@ -13,9 +13,9 @@ from converters.checkpoint import write
 from converters.checkpoint.config import WEIGHTS_FILE
 from converters.checkpoint.convert import convert
 from converters.quantization import fp8, nvfp4
+from converters.quantization.restore import restored_weights
 from converters.registry import read_checkpoint_config
 from plugins.support.errors import InputError, UsageError
-from tests.converters.quantization.restore import restored_weights
 from tests.fixtures.qwen38_deterministic import write_deterministic
 
 SIZES = {"moe_intermediate_size": 144, "hidden_size": 64}

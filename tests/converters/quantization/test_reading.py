@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from converters.checkpoint.config import QUANT_FILE, WEIGHTS_FILE
 from converters.checkpoint.convert import ConversionReport, convert
+from converters.quantization.restore import restored_weights
 from converters.registry import read_checkpoint_config
 from plugins.support.errors import InputError
-from tests.converters.quantization.restore import restored_weights
 from tests.converters.qwen38.test_conversion import RENAMES
 from tests.fixtures import qwen38_quantized as fixture
 from tests.fixtures.qwen38_quantized import BASE, LAYOUTS, TABLE, Quantized

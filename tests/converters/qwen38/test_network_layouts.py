@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from converters.checkpoint.config import WEIGHTS_FILE, read_config
 from converters.checkpoint.convert import convert
 from converters.definition import EngineLimits
+from converters.quantization.restore import restored_weights
 from converters.qwen38 import FAMILY
 from converters.qwen38.config import Qwen38CheckpointConfig
 from converters.qwen38.oracle import Oracle
-from tests.converters.quantization.restore import restored_weights
 from tests.converters.qwen38.driver import Driver
 from tests.fixtures import qwen38_layout as layout
 from tests.fixtures.qwen38_deterministic import GOLDEN_PROMPT

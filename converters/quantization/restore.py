@@ -1,4 +1,8 @@
-"""The float32 weights that a converted checkpoint means, by target name; written for tests."""
+"""The float32 weights that a converted checkpoint means, by target name.
+
+The decoding is that of the format modules, not of the networks, so that networks can be compared
+with it. All weights are in memory at once.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from converters.quantization import fp8, nvfp4
 
 
 def restored_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Every weight of the checkpoint in `directory`, decoded where it is quantised; no scales."""
     tensors = load_file(directory / WEIGHTS_FILE)
     result = {}
     for name, tensor in tensors.items():
