@@ -24,14 +24,12 @@ class TensorPlan:
         names: canonical name -> name on disk, for every tensor that may be used.
         wanted: the tensors of the target, in the order of the model.
         ignored: tensors that are left out on purpose.
-        dtype_of: canonical name of the tensor whose type is the checkpoint's.
         canonical: removes the prefixes of classes and exporters from a name.
     """
 
     names: dict[str, str]
     wanted: list[Wanted]
     ignored: list[Ignored]
-    dtype_of: str
     canonical: Callable[[str], str] = str
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from converters.checkpoint.header import TensorEntry
+from converters.checkpoint.source import SourceCheckpoint
 from plugins.support.errors import InputError
 
 _SAMPLES = 3
@@ -75,6 +76,43 @@ def natural_order(name: str) -> list[tuple[int, str]]:
     return [
         (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)
     ]
+
+
+def canonical_names(
+    source: SourceCheckpoint,
+    canonical: Callable[[str], str],
+    ignore: Mapping[str, str] | None = None,
+) -> tuple[dict[str, str], list[Ignored]]:
+    """The tensors of a checkpoint under the names that a family knows them by.
+
+    Args:
+        source: the checkpoint.
+        canonical: removes the prefixes of classes and exporters from a name.
+        ignore: pattern of canonical names to leave out -> the reason.
+
+    Returns:
+        Canonical name -> name on disk, and the tensors left out.
+
+    Raises:
+        InputError: two names mean the same tensor.
+    """
+    names: dict[str, str] = {}
+    ignored: dict[str, list[str]] = defaultdict(list)
+    for name in source.tensors:
+        short = canonical(name)
+        rules = (ignore or {}).items()
+        reason = next((why for rule, why in rules if re.fullmatch(rule, short)), None)
+        if reason is not None:
+            ignored[reason].append(name)
+            continue
+        if short in names:
+            raise InputError(
+                "two tensors of the checkpoint mean the same one",
+                where=str(source.directory),
+                found=f"{names[short]} and {name}",
+            )
+        names[short] = name
+    return names, [Ignored(why, tuple(group)) for why, group in ignored.items()]
 
 
 def unexpected_names(

@@ -7,17 +7,14 @@ of the latents and the layout of the index heads are the network's business.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from typing import Literal
 
 from converters.checkpoint.header import Shape
-from converters.checkpoint.match import Ignored
+from converters.checkpoint.match import canonical_names
 from converters.checkpoint.recipe import Part, Wanted
 from converters.checkpoint.source import SourceCheckpoint
 from converters.dots3.config import Dots3CheckpointConfig, Mla, canonical_name
 from converters.family import TensorPlan
-from plugins.support.errors import InputError
 
 EMBEDDING = "embed_tokens.weight"
 
@@ -44,25 +41,8 @@ def plan_tensors(source: SourceCheckpoint, config: Dots3CheckpointConfig) -> Ten
 
     Raises InputError when two names mean the same tensor.
     """
-    names: dict[str, str] = {}
-    ignored: dict[str, list[str]] = defaultdict(list)
-    for name in source.tensors:
-        canonical = canonical_name(name)
-        reason = next((why for rule, why in _IGNORED.items() if re.fullmatch(rule, canonical)), "")
-        if reason:
-            ignored[reason].append(name)
-            continue
-        if canonical in names:
-            raise InputError(
-                "two tensors of the checkpoint mean the same one",
-                where=str(source.directory),
-                found=f"{names[canonical]} and {name}",
-            )
-        names[canonical] = name
-    wanted = _Plan(config, names).wanted()
-    return TensorPlan(
-        names, wanted, [Ignored(why, tuple(group)) for why, group in ignored.items()], EMBEDDING
-    )
+    names, ignored = canonical_names(source, canonical_name, _IGNORED)
+    return TensorPlan(names, _Plan(config, names).wanted(), ignored)
 
 
 class _Plan:

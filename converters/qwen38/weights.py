@@ -7,13 +7,11 @@ changed: centred norm weights stay centred, the network adds the 1.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Literal
 
 from converters.checkpoint.header import Shape
-from converters.checkpoint.match import Ignored
+from converters.checkpoint.match import Ignored, canonical_names
 from converters.checkpoint.recipe import Part, Wanted
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
@@ -44,30 +42,15 @@ def plan_tensors(source: SourceCheckpoint, config: Qwen38CheckpointConfig) -> Te
 
     Raises InputError when two names mean the same tensor or a hash constant is another one.
     """
-    names: dict[str, str] = {}
-    ignored: dict[str, list[str]] = defaultdict(list)
-    for name in source.tensors:
-        canonical = canonical_name(name)
-        reason = next((why for rule, why in _IGNORED.items() if re.fullmatch(rule, canonical)), "")
-        if reason:
-            ignored[reason].append(name)
-            continue
-        if canonical in names:
-            raise InputError(
-                "two tensors of the checkpoint mean the same one",
-                where=str(source.directory),
-                found=f"{names[canonical]} and {name}",
-            )
-        names[canonical] = name
+    names, groups = canonical_names(source, canonical_name, _IGNORED)
     constants = _check_hash_constants(source, config, names)
     # Main and draft experts may lie in different layouts, so each group is looked at.
     wanted = _Names(
         config, lambda experts: any(f"{experts}.{name}" in names for name in _STACKED)
     ).wanted()
-    groups = [Ignored(why, tuple(group)) for why, group in ignored.items()]
     groups.append(Ignored("hash constants, checked and kept in config.json", tuple(constants)))
     used = [group for group in groups if group.names]
-    return TensorPlan(names, wanted, used, EMBEDDING, _declared_name(config))
+    return TensorPlan(names, wanted, used, _declared_name(config))
 
 
 def wanted_tensors(config: Qwen38CheckpointConfig, *, stacked_experts: bool) -> list[Wanted]:

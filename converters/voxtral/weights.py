@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from converters.checkpoint.header import Shape
+from converters.checkpoint.match import canonical_names
 from converters.checkpoint.recipe import Part, Wanted
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
 from converters.voxtral.config import VoxtralCheckpointConfig
-from plugins.support.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -177,20 +177,14 @@ def plan_tensors(source: SourceCheckpoint, config: VoxtralCheckpointConfig) -> T
 
     Raises InputError when two names mean the same tensor.
     """
-    names: dict[str, str] = {}
-    for name in source.tensors:
-        canonical = canonical_name(name) if source.layout == "huggingface" else name
-        if canonical == "tok_embeddings.weight":
-            canonical = f"{_MISTRAL_PREFIX[config.voxtral.realtime]}tok_embeddings.weight"
-        if canonical in names:
-            raise InputError(
-                "two tensors of the checkpoint mean the same one",
-                where=str(source.directory),
-                found=f"{names[canonical]} and {name}",
-            )
-        names[canonical] = name
-    plan = _Plan(config, source.layout)
-    return TensorPlan(names, plan.wanted(), [], plan.embedding)
+    table = f"{_MISTRAL_PREFIX[config.voxtral.realtime]}tok_embeddings.weight"
+
+    def canonical(name: str) -> str:
+        short = canonical_name(name) if source.layout == "huggingface" else name
+        return table if short == "tok_embeddings.weight" else short
+
+    names, ignored = canonical_names(source, canonical)
+    return TensorPlan(names, _Plan(config, source.layout).wanted(), ignored)
 
 
 class _Plan:
@@ -201,7 +195,6 @@ class _Plan:
         self.realtime = config.voxtral.realtime
         self.names = _NAMES[layout, self.realtime]
         self.prefix = _MISTRAL_PREFIX[self.realtime]
-        self.embedding = self._plain("vocab_embedding", "weight")
         self.list: list[Wanted] = []
 
     def wanted(self) -> list[Wanted]:
