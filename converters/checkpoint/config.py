@@ -15,6 +15,7 @@ from converters.checkpoint.json_files import read_json_object
 from plugins.support.errors import InputError
 
 FORMAT_VERSION: Literal[1] = 1
+PRODUCER = "trtllm-toolchain"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "rank0.safetensors"
 QUANT_FILE = "quant_cfg.json"

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from converters.checkpoint.config import CheckpointConfig, ComputeDType, Strict
+from converters.checkpoint.config import PRODUCER, CheckpointConfig, ComputeDType, Strict
 from converters.checkpoint.keys import KeyReader
 from converters.checkpoint.source import SourceCheckpoint
 from plugins.support.errors import InputError
 
-PRODUCER = "trtllm-toolchain"
 MODEL_TYPES = ("dots3_note", "dots3_note_text")
 
 LayerType = Literal["full_attention", "sliding_attention"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from converters.checkpoint.config import CheckpointConfig, ComputeDType, Strict
+from converters.checkpoint.config import PRODUCER, CheckpointConfig, ComputeDType, Strict
 from converters.checkpoint.keys import KeyReader
 from converters.checkpoint.source import SourceCheckpoint
 from plugins.ngram import layer_constants
 from plugins.support.errors import InputError
 
-PRODUCER = "trtllm-toolchain"
 MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text")
 
 LayerType = Literal["linear_attention", "full_attention"]

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from converters.checkpoint.config import CheckpointConfig, ComputeDType, Strict
+from converters.checkpoint.config import PRODUCER, CheckpointConfig, ComputeDType, Strict
 from converters.checkpoint.keys import KeyReader
 from converters.checkpoint.source import SourceCheckpoint
 from plugins.support.errors import InputError
 
-PRODUCER = "trtllm-toolchain"
 VOXTRAL, REALTIME = "voxtral", "voxtral_realtime"
 MODEL_TYPES = (VOXTRAL, REALTIME)
 
