@@ -124,12 +124,17 @@ class _Layers:
         return latent, q_nope, q_rope, net.concat([compressed, key], 2)
 
     def _up_projections(self, name: str, mla: Mla) -> tuple[Tensor, Tensor]:
-        """Key [H, nope, L] and value [H, value, L] halves of the joined up-projection."""
+        """Key [H, nope, L] and value [H, L, value] halves of the joined up-projection."""
         net = self.net
         shape = (mla.heads * (mla.nope + mla.value), mla.kv_rank)
         joined = stored_matrix(net, f"{name}.kv_b", shape, self.dtype)
         by_head = net.reshape(joined, [mla.heads, mla.nope + mla.value, mla.kv_rank])
-        return net.narrow(by_head, 1, 0, mla.nope), net.narrow(by_head, 1, mla.nope, mla.value)
+        value_up = net.narrow(by_head, 1, mla.nope, mla.value)
+        return net.narrow(by_head, 1, 0, mla.nope), net.transpose(value_up, (0, 2, 1))
+
+    def _whole_heads(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
+        """Query [B, H, S, nope + rope] from its two parts [B, S, H, ...]."""
+        return self.net.transpose(self.net.concat([q_nope, q_rope], 3), (0, 2, 1, 3))
 
     def _scale(self, mla: Mla) -> float:
         return (mla.nope + mla.rope) ** -0.5
@@ -148,13 +153,10 @@ class _Layers:
         key_up, value_up = self._up_projections(name, mla)
         gate = linear(net, x, f"{name}.gate", mla.heads)
         if self.expanded:
-            keys, values = lowering.expand(
-                net, engine.visible(cache), key_up, net.transpose(value_up, (0, 2, 1))
-            )
-            query = net.transpose(net.concat([q_nope, q_rope], 3), (0, 2, 1, 3))
+            keys, values = lowering.expand(net, engine.visible(cache), key_up, value_up)
             mixed = lowering.attend_context(
                 net,
-                query,
+                self._whole_heads(q_nope, q_rope),
                 keys,
                 values,
                 self.visible,
@@ -173,7 +175,7 @@ class _Layers:
                 scale=self._scale(mla),
                 gate=gate,
             )
-            mixed = lowering.project(net, mixed, net.transpose(value_up, (0, 2, 1)))
+            mixed = lowering.project(net, mixed, value_up)
         return self._out(name, mixed, mla)
 
     def _selection(self, name: str, label: str, x: Tensor, latent: Tensor, kind: _Kind) -> Tensor:
@@ -223,11 +225,10 @@ class _Layers:
         gate = linear(net, x, f"{name}.gate", mla.heads)
         rows = net.unsqueeze(rows, [1])
         if self.expanded:
-            keys, values = lowering.expand(net, rows, key_up, net.transpose(value_up, (0, 2, 1)))
-            query = net.transpose(net.concat([q_nope, q_rope], 3), (0, 2, 1, 3))
+            keys, values = lowering.expand(net, rows, key_up, value_up)
             mixed = lowering.attend_context(
                 net,
-                query,
+                self._whole_heads(q_nope, q_rope),
                 keys,
                 values,
                 self.visible,
@@ -248,7 +249,7 @@ class _Layers:
                 scale=self._scale(mla),
                 gate=gate,
             )
-            mixed = lowering.project(net, mixed, net.transpose(value_up, (0, 2, 1)))
+            mixed = lowering.project(net, mixed, value_up)
         return self._out(name, mixed, mla)
 
     # -- MLP -----------------------------------------------------------------------------------
