@@ -1,18 +1,19 @@
 """Register operations with `tensorrt.plugin`: shapes, launch parameters, compiled kernel.
 
-The module `tensorrt.plugin` is passed in, so that the registration can be tested without it.
+Only `register_all` imports TensorRT; everything else is given the module `tensorrt.plugin`, so that
+the registration can be tested without it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from plugins.aot.compile import compile_kernel
 from plugins.aot.spec import KernelSpec
-from plugins.support.errors import UsageError
+from plugins.support.errors import CapabilityError, UsageError
 
 Attributes = Mapping[str, Any]
 # Shapes by input name -> values by name; sizes are symbolic expressions.
@@ -168,3 +169,26 @@ def register(
             )
     trtp.register(operation.id)(describe(trtp, operation))
     trtp.aot_impl(operation.id)(implement(trtp, operation, capability, ptx_version))
+
+
+def register_all(
+    operations: Iterable[Operation], capability: str, ptx_version: int | None = None
+) -> None:
+    """Register operations with the installed TensorRT; arguments as in `register`.
+
+    Raises:
+        CapabilityError: full TensorRT is not installed.
+    """
+    try:
+        import tensorrt
+        import tensorrt.plugin as trtp
+    except ImportError as error:
+        raise CapabilityError(
+            "plugin layers need full TensorRT",
+            found="the module tensorrt cannot be imported",
+            fix="pip install tensorrt, or build with the native lowering",
+        ) from error
+    if not hasattr(trtp, "trt"):
+        trtp.trt = tensorrt
+    for operation in operations:
+        register(trtp, operation, capability, ptx_version)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from plugins.aot.quick import Attributes, Operation, Shapes, register
+from plugins.aot import quick
+from plugins.aot.quick import Attributes, Operation, Shapes
 from plugins.aot.spec import KernelSpec, ceil_div
 from plugins.dsa import plan
 from plugins.dsa.plan import Geometry, IndexTiles, WindowTiles
-from plugins.support.errors import CapabilityError
 
 NAMESPACE = "dsa"
 # Forward-compatible code for GPUs whose own matrix instructions TensorRT's launch cannot feed:
@@ -275,16 +275,4 @@ def register_all(
     Raises:
         CapabilityError: full TensorRT is not installed.
     """
-    try:
-        import tensorrt
-        import tensorrt.plugin as trtp
-    except ImportError as error:
-        raise CapabilityError(
-            "plugin layers need full TensorRT",
-            found="the module tensorrt cannot be imported",
-            fix="pip install tensorrt, or build with the native lowering",
-        ) from error
-    if not hasattr(trtp, "trt"):
-        trtp.trt = tensorrt
-    for operation in operations:
-        register(trtp, operation, COMPILED_FOR.get(capability, capability), ptx_version)
+    quick.register_all(operations, COMPILED_FOR.get(capability, capability), ptx_version)

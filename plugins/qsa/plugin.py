@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from plugins.aot.quick import Attributes, Operation, Shapes, register
+from plugins.aot import quick
+from plugins.aot.quick import Attributes, Operation, Shapes
 from plugins.aot.spec import ceil_div
 from plugins.qsa import plan
 from plugins.qsa.plan import Geometry, Rotary, Tiles
-from plugins.support.errors import CapabilityError
 
 NAMESPACE = "qsa"
 # Where Triton would use tensor memory, which a plugin cannot launch, kernels are compiled for an
@@ -290,16 +290,4 @@ def register_all(
     Raises:
         CapabilityError: full TensorRT is not installed.
     """
-    try:
-        import tensorrt
-        import tensorrt.plugin as trtp
-    except ImportError as error:
-        raise CapabilityError(
-            "plugin layers need full TensorRT",
-            found="the module tensorrt cannot be imported",
-            fix="pip install tensorrt, or build with the native lowering",
-        ) from error
-    if not hasattr(trtp, "trt"):
-        trtp.trt = tensorrt
-    for operation in operations:
-        register(trtp, operation, COMPILED_FOR.get(capability, capability), ptx_version)
+    quick.register_all(operations, COMPILED_FOR.get(capability, capability), ptx_version)
