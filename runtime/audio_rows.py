@@ -28,7 +28,8 @@ class AudioRows:
         self, rows: torch.Tensor, placeholder_id: int | None, *, ended: bool = True
     ) -> None:
         self.placeholder_id = placeholder_id
-        self._parts = [rows]
+        # The buffer doubles when full: a long stream does not copy all its rows for each new one.
+        self._buffer = rows
         self._count = len(rows)
         self._ended = ended or placeholder_id is not None
         self._lock = threading.Lock()
@@ -55,9 +56,13 @@ class AudioRows:
         with self._lock:
             if self._ended:
                 raise UsageError("the audio has ended", where="audio")
-            self._parts.append(rows)
-            self._count += len(rows)
-            self._ended = last
+            end = self._count + len(rows)
+            if end > len(self._buffer):
+                larger = rows.new_empty(max(end, 2 * len(self._buffer)), *rows.shape[1:])
+                larger[: self._count] = self._buffer[: self._count]
+                self._buffer = larger
+            self._buffer[self._count : end] = rows
+            self._count, self._ended = end, last
         if self._on_change is not None:
             self._on_change()
 
@@ -94,7 +99,7 @@ class AudioRows:
     def place(self, start: int, into: torch.Tensor) -> None:
         """Copy the rows of positions start .. start + len(into) - 1 to where they belong."""
         end = start + len(into)
-        rows = self._joined()
+        rows = self.all()
         if self.placeholder_id is None:
             into.copy_(rows[start:end])
             return
@@ -105,10 +110,5 @@ class AudioRows:
 
     def all(self) -> torch.Tensor:
         """Every row so far, [n, H]."""
-        return self._joined()
-
-    def _joined(self) -> torch.Tensor:
         with self._lock:
-            if len(self._parts) > 1:
-                self._parts = [torch.cat(self._parts)]
-            return self._parts[0]
+            return self._buffer[: self._count]
