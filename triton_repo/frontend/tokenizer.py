@@ -124,7 +124,22 @@ class Facts(BaseModel):
     special_tokens: dict[str, str]
 
 
-class FastTokenizer:
+class _WithFacts:
+    """What a tokenizer knows besides its vocabulary, as attributes."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self.vocab_size = facts.vocab_size
+        self.bos_id = facts.bos_id
+        self.eos_ids = facts.eos_ids
+        self.pad_id = facts.pad_id
+        self.truncation_side = facts.truncation_side
+        self.max_chars_per_token = facts.max_chars_per_token
+        self.chat_template = facts.chat_template
+        self.special_tokens = facts.special_tokens
+
+
+class FastTokenizer(_WithFacts):
     """A tokenizer of the `tokenizers` library, exactly as transformers sets it up.
 
     `save` writes it so that `load` needs neither transformers nor torch: a server process then
@@ -137,15 +152,7 @@ class FastTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._facts = facts
-        self.vocab_size = facts.vocab_size
-        self.bos_id = facts.bos_id
-        self.eos_ids = facts.eos_ids
-        self.pad_id = facts.pad_id
-        self.truncation_side = facts.truncation_side
-        self.max_chars_per_token = facts.max_chars_per_token
-        self.chat_template = facts.chat_template
-        self.special_tokens = facts.special_tokens
+        super().__init__(facts)
 
     @staticmethod
     def load(directory: Path) -> FastTokenizer:
@@ -198,7 +205,7 @@ class FastTokenizer:
         return found
 
 
-class SlowTokenizer:
+class SlowTokenizer(_WithFacts):
     """A tokenizer class of transformers without a `tokenizers` backend; it has no offsets."""
 
     has_offsets = False
@@ -206,14 +213,7 @@ class SlowTokenizer:
     def __init__(self, tokenizer: Any, facts: Facts) -> None:
         self._tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        self.vocab_size = facts.vocab_size
-        self.bos_id = facts.bos_id
-        self.eos_ids = facts.eos_ids
-        self.pad_id = facts.pad_id
-        self.truncation_side = facts.truncation_side
-        self.max_chars_per_token = facts.max_chars_per_token
-        self.chat_template = facts.chat_template
-        self.special_tokens = facts.special_tokens
+        super().__init__(facts)
 
     def encode(self, text: str, add_special_tokens: bool, want_offsets: bool) -> Encoding:
         """Ids of `text`; never with offsets."""
