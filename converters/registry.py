@@ -9,6 +9,7 @@ from converters.checkpoint.config import CONFIG_FILE, CheckpointConfig, read_con
 from converters.checkpoint.hf_layout import LayoutOf
 from converters.checkpoint.json_files import read_json_object
 from converters.checkpoint.source import SourceCheckpoint
+from converters.dots3 import export as dots3_export
 from converters.family import Family
 from converters.qwen38 import export as qwen38_export
 from plugins.support.errors import InputError
@@ -17,7 +18,7 @@ _ALL: tuple[Family, ...] = (qwen38.FAMILY, dots3.FAMILY, voxtral.FAMILY)
 # Hugging Face `model_type` -> family.
 FAMILIES: dict[str, Family] = {kind: family for family in _ALL for kind in family.model_types}
 # Family -> its Hugging Face layout, for the ones that can be exported.
-_LAYOUTS: dict[str, LayoutOf] = {"qwen38": qwen38_export.layout}
+_LAYOUTS: dict[str, LayoutOf] = {"qwen38": qwen38_export.layout, "dots3": dots3_export.layout}
 
 
 def family_for(model_type: object, where: str) -> Family:

@@ -174,9 +174,10 @@ def _cut(
         return
     position = entry.offset
     for part in wanted.parts:
-        shape = part.shape
+        # Padding stays: the layout's configuration says how wide the matrices are.
+        shape = part.room or part.shape
         if component is not formats.PLAIN:
-            shape = (*part.shape[:-2], *component.shape(*part.shape[-2:]))
+            shape = (*shape[:-2], *component.shape(*shape[-2:]))
         name = disk_name(_name(part, component))
         piece = replace(entry, shape=shape, offset=position)
         position += entry.dtype.nbytes(math.prod(shape))
@@ -248,7 +249,8 @@ def _write_rest(
         index = index | dict.fromkeys(layout.constants, _CONSTANTS_FILE)
     config = layout.config if inline is None else {**layout.config, "quantization_config": inline}
     _write_json(work / "config.json", config)
-    _write_json(work / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
+    metadata = {"total_size": total, **layout.metadata}
+    _write_json(work / INDEX_FILE, {"metadata": metadata, "weight_map": index})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,12 +22,14 @@ class HfLayout:
         wanted: target tensors and the parts they were joined from.
         disk_name: canonical name -> name on disk.
         constants: tensors that the converted checkpoint keeps in its configuration.
+        metadata: facts about the tensors that belong into the weight index.
     """
 
     config: dict[str, Any]
     wanted: Sequence[Wanted]
     disk_name: Callable[[str], str]
     constants: Mapping[str, Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 # A family's layout for a checkpoint whose tensors have these names and types.

@@ -19,10 +19,16 @@ Operation = Literal["copy", "reciprocal", "nvfp4", "fp8", "fp8_block"]
 
 @dataclass(frozen=True)
 class Part:
-    """A source tensor by its canonical name, and the shape it must have."""
+    """A source tensor by its canonical name, and the shape it must have.
+
+    Attributes:
+        room: rows and columns that a matrix takes in the target, zeros behind its own; by default
+            its shape.
+    """
 
     name: str
     shape: Shape
+    room: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Wanted:
 
     Attributes:
         target: name in the TensorRT-LLM checkpoint.
-        shape: of the target; holds as many elements as the parts together.
+        shape: of the target; holds as many elements as the parts (their rooms) together.
         parts: the sources.
         matrices: leading dimensions of the target that count whole matrices (0 for a plain
             matrix, 1 for stacked experts).
@@ -53,7 +59,7 @@ class Wanted:
     scale_owner: str | None = None
 
     def __post_init__(self) -> None:
-        elements = sum(math.prod(part.shape) for part in self.parts)
+        elements = sum(math.prod(part.room or part.shape) for part in self.parts)
         if elements != math.prod(self.shape):
             raise ValueError(f"{self.target}: parts hold {elements} elements, not {self.shape}")
 
@@ -84,6 +90,7 @@ class Recipe:
         pieces: projections in each matrix.
         matrix_shape: rows and columns of each matrix that is quantised.
         positive: every value must be finite and above zero (scales).
+        room: of a copy: rows and columns that each source, a matrix, takes in the output.
     """
 
     outputs: tuple[Output, ...]
@@ -93,3 +100,4 @@ class Recipe:
     pieces: int = 1
     matrix_shape: tuple[int, int] = (0, 0)
     positive: bool = False
+    room: Shape | None = None

@@ -157,7 +157,8 @@ def _fits(entry: TensorEntry, wanted: Wanted, dtype: str, *, strict: bool) -> bo
 def _copy_recipe(wanted: Wanted, entries: list[TensorEntry], dtype: str) -> Recipe:
     kept = wanted.keep_float32 and all(entry.dtype.name == "float32" for entry in entries)
     target = BY_NAME["float32" if kept else dtype]
-    return Recipe((Output(wanted.target, target, wanted.shape),), tuple(entries))
+    output = Output(wanted.target, target, wanted.shape)
+    return Recipe((output,), tuple(entries), room=wanted.parts[0].room)
 
 
 def stored_elements(source: SourceCheckpoint) -> dict[str, int]:

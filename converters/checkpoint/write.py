@@ -150,7 +150,7 @@ def split_tasks(recipes: Sequence[Recipe]) -> list[Task]:
             for entry in recipe.sources:
                 count = math.prod(entry.shape)
                 tasks.append(Task(recipe, (Segment(entry, 0, count),), 0, start))
-                start += count
+                start += math.prod(recipe.room) if recipe.room else count
         else:
             tasks += _matrix_tasks(recipe)
     return tasks
@@ -251,23 +251,31 @@ def run_tasks(
 def copy(
     task: Task, file: OutputFile, advance: Callable[[int], None], counts: NarrowingCounts
 ) -> None:
-    """Copy or cast one source tensor into its place.
+    """Copy or cast one source tensor into its place, zeros behind it where it has more room.
 
     Raises InputError when a value does not fit the target type, or a scale is not positive.
     """
     (segment,) = task.segments
     output = task.recipe.outputs[0]
-    if segment.entry.dtype == output.dtype and not task.recipe.positive:
+    # Zero rows need no writing: a new file is all zeros.
+    columns = segment.entry.shape[-1] if segment.entry.shape else 1
+    wide = task.recipe.room[-1] if task.recipe.room else columns
+    if segment.entry.dtype == output.dtype and not task.recipe.positive and wide == columns:
         _copy_bytes(segment, file, file.position(output.name, task.start), advance)
         return
-    for start in range(0, segment.count, _CAST_ELEMENTS):
-        count = min(_CAST_ELEMENTS, segment.count - start)
+    step = _CAST_ELEMENTS if wide == columns else max(_CAST_ELEMENTS // columns, 1) * columns
+    for start in range(0, segment.count, step):
+        count = min(step, segment.count - start)
         values = segment.read(start, count)
         if task.recipe.positive:
             _check_positive(values, segment.entry)
         if segment.entry.dtype != output.dtype:
             values = _cast(values, output.dtype, segment.entry, output.name, counts)
-        file.write(output.name, task.start + start, values)
+        if wide != columns:
+            rows = values.new_zeros(count // columns, wide)
+            rows[:, :columns] = values.view(-1, columns)
+            values = rows
+        file.write(output.name, task.start + start // columns * wide, values)
         advance(segment.entry.dtype.nbytes(count))
 
 

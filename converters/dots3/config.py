@@ -14,6 +14,7 @@ from typing import Any, Literal
 from converters.checkpoint.config import PRODUCER, CheckpointConfig, ComputeDType, Strict
 from converters.checkpoint.keys import KeyReader
 from converters.checkpoint.source import SourceCheckpoint
+from converters.quantization.padding import has_block_scales, padded_width
 from plugins.support.errors import InputError
 
 MODEL_TYPES = ("dots3_note", "dots3_note_text")
@@ -93,6 +94,7 @@ class Dots3Config(Strict):
         index_rope: which lanes of an index head are rotated.
         dense_layers: leading layers with a dense MLP.
         draft_layers: MTP layers in the checkpoint.
+        padded_mlps: whether dense and shared MLPs are padded to whole FP8 blocks.
     """
 
     layer_types: list[LayerType]
@@ -112,12 +114,17 @@ class Dots3Config(Strict):
     routed_scaling_factor: float
     dense_layers: int
     draft_layers: int
+    padded_mlps: bool
 
 
 class Dots3CheckpointConfig(CheckpointConfig):
     """`config.json` of a converted Dots3 NOTE."""
 
     dots3: Dots3Config
+
+    def mlp_width(self, width: int) -> int:
+        """The inner width that a dense or shared MLP of the model's `width` is built with."""
+        return padded_width(width, self.mapping.tp_size) if self.dots3.padded_mlps else width
 
 
 def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Dots3CheckpointConfig:
@@ -211,6 +218,7 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Dots3Checkpoin
                 "routed_scaling_factor": scaling,
                 "dense_layers": dense,
                 "draft_layers": drafts if has_draft_layer(source, layers) else 0,
+                "padded_mlps": has_block_scales(source.tensors),
                 **sizes,
             },
             **shared,

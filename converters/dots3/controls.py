@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.controls import NegativeControl, Weights
+from converters.controls import NegativeControl, Weights, magnitudes, multiplied
 from converters.dots3.config import Dots3CheckpointConfig, Mla
 
 _Change = Callable[[Tensor], Tensor]
@@ -41,6 +41,15 @@ def negative_controls(config: Dots3CheckpointConfig) -> list[NegativeControl]:
 
     def halves_swapped(x: Tensor) -> Tensor:
         return torch.cat(list(reversed(x.chunk(2, dim=-2))), dim=-2)
+
+    def by_latent_width(weights: Weights) -> dict[str, Tensor]:
+        changed: dict[str, Tensor] = {}
+        for index, kind in enumerate(block.layer_types):
+            mla = block.full if kind == "full_attention" else block.sliding
+            factor = ((mla.nope + mla.rope) / (mla.kv_rank + mla.rope)) ** 0.5
+            name = f"transformer.layers.{index}.attention.q_b.weight"
+            changed |= multiplied(weights, name, factor)
+        return changed
 
     def rope_first(x: Tensor, mla: Mla) -> Tensor:
         heads = x.unflatten(0, (mla.heads, mla.nope + mla.rope))
@@ -105,13 +114,7 @@ def negative_controls(config: Dots3CheckpointConfig) -> list[NegativeControl]:
             "latents not rescaled",
             per_kind("kv_a_layernorm.weight", lambda x, m: x * (m.kv_rank / hidden) ** 0.5),
         ),
-        NegativeControl(
-            "softmax scaled by the width of the latent",
-            per_kind(
-                "q_b.weight",
-                lambda x, m: x * ((m.nope + m.rope) / (m.kv_rank + m.rope)) ** 0.5,
-            ),
-        ),
+        NegativeControl("softmax scaled by the width of the latent", by_latent_width),
         NegativeControl(
             "rotary lanes of a query before the plain ones", per_kind("q_b.weight", rope_first)
         ),
@@ -130,7 +133,7 @@ def negative_controls(config: Dots3CheckpointConfig) -> list[NegativeControl]:
         ),
         NegativeControl(
             "index head weights made positive",
-            where("indexer.weights.weight", change=torch.abs),
+            where("indexer.weights.weight", change=magnitudes),
         ),
         NegativeControl(
             "rotary key without a norm of its own",

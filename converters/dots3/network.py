@@ -254,9 +254,9 @@ class _Layers:
 
     # -- MLP -----------------------------------------------------------------------------------
 
-    def _mlp(self, name: str, x: Tensor, inner: int) -> Tensor:
-        net = self.net
-        both = linear(net, x, f"{name}.gate_up", 2 * inner)
+    def _mlp(self, name: str, x: Tensor, width: int) -> Tensor:
+        net, inner = self.net, self.config.mlp_width(width)
+        both = linear(net, x, f"{name}.gate_up", 2 * inner, pieces=2)
         hidden = swiglu(net, net.narrow(both, -1, 0, inner), net.narrow(both, -1, inner, inner))
         return linear(net, hidden, f"{name}.down", self.hidden)
 

@@ -7,6 +7,7 @@ of the latents and the layout of the index heads are the network's business.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Literal
 
 from converters.checkpoint.header import Shape
@@ -15,6 +16,7 @@ from converters.checkpoint.recipe import Part, Wanted
 from converters.checkpoint.source import SourceCheckpoint
 from converters.dots3.config import Dots3CheckpointConfig, Mla, canonical_name
 from converters.family import TensorPlan
+from converters.quantization.padding import padded_shape
 
 EMBEDDING = "embed_tokens.weight"
 
@@ -42,13 +44,23 @@ def plan_tensors(source: SourceCheckpoint, config: Dots3CheckpointConfig) -> Ten
     Raises InputError when two names mean the same tensor.
     """
     names, ignored = canonical_names(source, canonical_name, _IGNORED)
-    return TensorPlan(names, _Plan(config, names).wanted(), ignored)
+    return TensorPlan(names, wanted_tensors(config, names), ignored, canonical_name)
+
+
+def wanted_tensors(config: Dots3CheckpointConfig, present: Container[str] = ()) -> list[Wanted]:
+    """All target tensors in the order of the model.
+
+    Args:
+        config: of the checkpoint.
+        present: canonical source names; decides whether the experts of a layer are stacked.
+    """
+    return _Plan(config, present).wanted()
 
 
 class _Plan:
     """Builds the list of wanted tensors for one configuration."""
 
-    def __init__(self, config: Dots3CheckpointConfig, present: dict[str, str]) -> None:
+    def __init__(self, config: Dots3CheckpointConfig, present: Container[str]) -> None:
         self.config, self.block, self.present = config, config.dots3, present
         self.hidden = config.hidden_size
         self.list: list[Wanted] = []
@@ -142,19 +154,27 @@ class _Plan:
             )
 
     def _mlp(self, target: str, source: str, inner: int) -> None:
-        parts = tuple(
-            Part(f"{source}{name}.weight", (inner, self.hidden))
-            for name in ("gate_proj", "up_proj")
-        )
-        self.list.append(
-            Wanted(f"{target}gate_up.weight", (2 * inner, self.hidden), parts, quantize="mlp")
-        )
-        self._one(
-            f"{target}down.weight",
-            f"{source}down_proj.weight",
-            (self.hidden, inner),
-            quantize="mlp",
-        )
+        """A dense or shared MLP, of the text model or of the draft layer."""
+        width = self.config.mlp_width(inner)
+
+        def part(name: str, shape: Shape) -> Part:
+            disk = f"{source}{name}.weight"
+            room = padded_shape(disk, shape, self.config.mapping.tp_size)
+            padded = self.block.padded_mlps and room != shape
+            return Part(disk, shape, room if padded else None)
+
+        gate_up = tuple(part(name, (inner, self.hidden)) for name in ("gate_proj", "up_proj"))
+        down = part("down_proj", (self.hidden, inner))
+        self.list += [
+            Wanted(
+                f"{target}gate_up.weight",
+                (2 * width, self.hidden),
+                gate_up,
+                pieces=2,
+                quantize="mlp",
+            ),
+            Wanted(f"{target}down.weight", (self.hidden, width), (down,), quantize="mlp"),
+        ]
 
     def _experts(self, target: str, source: str) -> None:
         block, hidden = self.block, self.hidden
@@ -183,7 +203,12 @@ class _Plan:
             )
             self.list.append(
                 Wanted(
-                    f"{target}experts.{name}.weight", shape, parts, matrices=1, quantize="experts"
+                    f"{target}experts.{name}.weight",
+                    shape,
+                    parts,
+                    matrices=1,
+                    pieces=len(projections),
+                    quantize="experts",
                 )
             )
         self._mlp(

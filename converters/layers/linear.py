@@ -7,18 +7,20 @@ from plugins.trt.network import Network
 from plugins.trt.types import Tensor
 
 
-def linear(net: Network, x: Tensor, name: str, out_features: int) -> Tensor:
+def linear(net: Network, x: Tensor, name: str, out_features: int, *, pieces: int = 1) -> Tensor:
     """y = W x without bias, in x's element type.
 
     Args:
         x: [..., in].
         name: module name; the checkpoint holds `{name}.weight` [out, in], plain or quantised.
         out_features: rows of W.
+        pieces: equal parts of the rows that were quantised apart, as gate and up are.
 
     Returns:
         [..., out].
     """
-    matrix = stored_matrix(net, name, (out_features, net.shape(x)[-1]), net.dtype(x))
+    shape = (out_features, net.shape(x)[-1])
+    matrix = stored_matrix(net, name, shape, net.dtype(x), pieces=pieces)
     leading = net.rank(x) - 2
     if leading:
         matrix = net.unsqueeze(matrix, list(range(leading)))

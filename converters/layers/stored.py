@@ -1,12 +1,12 @@
 """The values of a stored matrix: plain, FP8 or NVFP4, decided from what the checkpoint holds.
 
 Plain: `X.weight` in a float type.
-FP8: `X.weight` float8_e4m3fn [..., out, in] and `X.weights_scaling_factor`: one value, [1] for a
-linear and [E, P] for stacked matrices, or one value per block of 128 x 128, [out / 128, in / 128]
-or [E, P * (out / P / 128), in / 128], rounded up.
+FP8: `X.weight` float8_e4m3fn [..., out, in] and `X.weights_scaling_factor`: one value per piece,
+[P] for a linear and [E, P] for stacked matrices, or one value per block of 128 x 128,
+[..., P * (out / P / 128), in / 128], rounded up.
 NVFP4: `X.weight` uint8 [..., out, in / 2], low nibble first; `X.weights_scaling_factor`
 float8_e4m3fn [..., out, in / 16], one value per 16 columns; `X.weights_scaling_factor_2` float32,
-[1] for a linear and [E, P] for stacked matrices.
+[P] for a linear and [E, P] for stacked matrices.
 P counts pieces that were quantised apart and lie one above the other: gate and up.
 A value is code * scale, and for NVFP4 code * (scale * global scale), in float32, rounded once to
 the type the network computes in.
@@ -162,12 +162,12 @@ class _Nvfp4:
 def _matrix_scale(
     net: Network, name: str, shape: Shape, pieces: int, otherwise: str | None = None
 ) -> Tensor:
-    """One scale per matrix or piece as float32 tensor that broadcasts to [..., out, in].
+    """One scale per piece as float32 tensor that broadcasts to [..., out, in].
 
     Raises InputError when the tensor has another shape; `otherwise` is a shape to mention.
     """
     info = net.source.info(name)
-    expected: Shape = (1,) if len(shape) == 2 else (shape[0], pieces)
+    expected: Shape = (*shape[:-2], pieces)
     if info is None or info.shape != expected:
         raise InputError(
             "the scales do not fit the quantised weight",
@@ -178,10 +178,11 @@ def _matrix_scale(
         )
     stored = info.dtype if info.dtype in FLOATS else "float32"
     scale = net.cast(net.weight(name, stored, expected), "float32")
-    if len(shape) == 2:
+    if expected == (1,):
         return net.reshape(scale, [1, 1])
-    wide = net.expand(net.unsqueeze(scale, [2]), [-1, -1, shape[1] // pieces])
-    return net.reshape(wide, [shape[0], shape[1], 1])
+    rows = shape[-2] // pieces
+    wide = net.expand(net.unsqueeze(scale, [-1]), [*(-1 for _ in expected), rows])
+    return net.reshape(wide, [*shape[:-1], 1])
 
 
 def _unscaled(net: Network, codes: Tensor) -> Tensor:

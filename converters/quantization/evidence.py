@@ -166,11 +166,18 @@ def _recipe(
         BY_NAME[kinds.pop()],
         (1,) if shared else target_shape(wanted, component),
     )
-    if math.prod(output.shape) != sum(math.prod(entry.shape) for entry in found):
+    room = _room(wanted, component)
+    if math.prod(output.shape) != sum(math.prod(room or entry.shape) for entry in found):
         return []  # a wrong shape, reported above
     is_scale = component.target != "weight"
     operation: Operation = "reciprocal" if component.reciprocal else "copy"
-    return [Recipe((output,), tuple(found), operation, positive=is_scale)]
+    return [Recipe((output,), tuple(found), operation, positive=is_scale, room=room)]
+
+
+def _room(wanted: Wanted, component: Component) -> Shape | None:
+    """What each part of a padded matrix takes in the component's tensor."""
+    room = wanted.parts[0].room
+    return None if room is None or component.kind == "scalar" else component.shape(*room)
 
 
 def _pieces(

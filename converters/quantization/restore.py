@@ -36,7 +36,7 @@ def restored_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 def _nvfp4(codes: torch.Tensor, scales: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     if codes.dim() == 2:
-        return nvfp4.dequantize(codes, scales, second)
+        return _nvfp4(codes[None], scales[None], second[None])[0]
     pieces = second.shape[1]
     return torch.stack(
         [
@@ -55,17 +55,13 @@ def _nvfp4(codes: torch.Tensor, scales: torch.Tensor, second: torch.Tensor) -> t
 
 def _fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if codes.dim() == 2:
-        if scale.dim() == 1:
-            return fp8.dequantize(codes, scale)
-        return fp8.dequantize_blocks(codes, scale)
+        return _fp8(codes[None], scale[None])[0]
+    rows = codes.shape[1]
     if scale.dim() == 2:
-        return (
-            codes.float() * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)[..., None]
-        )
+        return codes.float() * scale.repeat_interleave(rows // scale.shape[1], 1)[..., None]
     experts = []
     # Blocks of gate and of up are apart, so the number of projections follows from the block rows.
-    rows = codes.shape[1]
-    pieces = 1 if scale.shape[1] == -(-rows // 128) else 2
+    pieces = 1 if scale.shape[1] == -(-rows // fp8.BLOCK) else 2
     for expert, blocks in zip(codes, scale, strict=True):
         experts.append(
             torch.cat(

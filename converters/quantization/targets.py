@@ -70,6 +70,12 @@ def quantized_recipes(
     """One recipe that makes codes and scales; a width that blocks do not divide is a finding."""
     format_ = quantize.format
     columns = wanted.shape[-1]
+    if wanted.parts[0].room is not None:
+        findings.wrong[entries[0].name] = (
+            "FP8 blocks, for which this checkpoint's dense MLPs are padded",
+            "a plain weight that is to be quantised otherwise",
+        )
+        return []
     if format_.algorithm == "NVFP4" and columns % (format_.group_size or 1):
         findings.wrong[entries[0].name] = (
             f"columns divisible by {format_.group_size} to quantise them",

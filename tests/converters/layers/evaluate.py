@@ -31,7 +31,9 @@ def evaluate(
         weights: checkpoint tensors.
         targets: compute capabilities that the network is for.
     """
-    net = Network(load_backend(), source=TensorSource(weights or {}), policy=WeightPolicy("inputs"))
+    backend = load_backend()
+    source = TensorSource(weights or {})
+    net = Network(backend, backend.capability(targets), source, WeightPolicy("inputs"))
     tensors = {}
     for name, value in inputs.items():
         axes = (dynamic or {}).get(name, ())

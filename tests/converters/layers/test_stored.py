@@ -55,6 +55,8 @@ def _scales(*shape: int) -> Tensor:
         ((256, 48), 1),
         ((3, 130, 128), 1),
         ((3, 8, 8), 1),
+        ((512, 128), 2),
+        ((288, 96), 2),
         ((3, 512, 128), 2),
         ((3, 300, 40), 2),
     ],
@@ -78,9 +80,10 @@ def test_fp8_blocks_with_partial_last_ones(
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_fp8_with_one_scale(pieces: int) -> None:
-    codes, scale = _codes(6, 8), _scales(1)
-    found = _decoded({"w.weight": codes, "w.weights_scaling_factor": scale}, (6, 8))
-    assert torch.equal(found, codes.float() * scale)
+    codes, scale = _codes(6, 8), _scales(pieces)
+    expected = codes.float() * scale.repeat_interleave(6 // pieces)[:, None]
+    weights = {"w.weight": codes, "w.weights_scaling_factor": scale}
+    assert torch.equal(_decoded(weights, (6, 8), pieces), expected)
     codes, scale = _codes(3, 6, 8), _scales(3, pieces)
     expected = codes.float() * scale.repeat_interleave(6 // pieces, 1)[..., None]
     weights = {"w.weight": codes, "w.weights_scaling_factor": scale}
@@ -101,15 +104,13 @@ def _nvfp4_by_hand(weights: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor
     value = VALUES[codes % 8] * torch.where(codes >= 8, -1.0, 1.0)
     scale = weights["w.weights_scaling_factor"].float()
     glob = weights["w.weights_scaling_factor_2"]
-    if glob.dim() == 2:
-        scale = scale * glob.repeat_interleave(shape[-2] // glob.shape[1], 1)[..., None]
-    else:
-        scale = scale * glob
+    scale = scale * glob.repeat_interleave(shape[-2] // glob.shape[-1], -1)[..., None]
     return value * scale.repeat_interleave(16, -1)
 
 
 @pytest.mark.parametrize(
-    ("shape", "globals_"), [((6, 32), (1,)), ((3, 8, 32), (3, 1)), ((3, 8, 32), (3, 2))]
+    ("shape", "globals_"),
+    [((6, 32), (1,)), ((6, 32), (2,)), ((3, 8, 32), (3, 1)), ((3, 8, 32), (3, 2))],
 )
 def test_nvfp4(shape: tuple[int, ...], globals_: tuple[int, ...]) -> None:
     weights = _nvfp4(shape, globals_)

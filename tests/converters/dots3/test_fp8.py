@@ -1,0 +1,254 @@
+"""Block FP8 sources: partial blocks, heads that begin inside one, padding, and the mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from converters.checkpoint.config import WEIGHTS_FILE, read_config
+from converters.checkpoint.convert import convert
+from converters.checkpoint.export_hf import export_hf
+from converters.definition import EngineLimits
+from converters.dots3.config import Dots3CheckpointConfig
+from converters.dots3.controls import negative_controls
+from converters.dots3.oracle import DraftOracle, Oracle
+from converters.quantization.restore import restored_weights
+from plugins.support.errors import InputError
+from tests.converters.dots3.driver import Driver
+from tests.fixtures.dots3_fp8 import by_division, is_quantised, write_fp8
+from tests.fixtures.dots3_random import METADATA
+
+LIMITS = EngineLimits(1, 128, chunk_size=64, max_logits_tokens=64)
+IDS = torch.randint(3, 500, (60,), generator=torch.Generator().manual_seed(29)).tolist()
+BOUND = 5e-5
+# Decoded by dequantise layers, and by tables.
+TARGETS = ("8.9", "8.0")
+MLPS = ("mlp.gate_up", "mlp.down", "shared_expert.gate_up", "shared_expert.down")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The FP8 checkpoint, the plain one that it means, and what became of it."""
+
+    hf_dir: Path
+    plain: Path
+    ckpt: Path
+    config: Dots3CheckpointConfig
+    weights: dict[str, Tensor]
+
+    def logits(self, weights: dict[str, Tensor] | None = None, target: str = "8.9") -> Tensor:
+        driver = Driver(
+            self.config, self.weights if weights is None else weights, LIMITS, targets=(target,)
+        )
+        rows = [driver.call("context", [IDS[:45]])[0]["logits"]]
+        rows += [driver.call("generation", [[token]])[0]["logits"] for token in IDS[45:]]
+        return torch.cat(rows)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Fp8:
+    directory = tmp_path_factory.mktemp("dots3-fp8")
+    hf_dir, plain = write_fp8(directory / "hf")
+    ckpt = directory / "checkpoint"
+    convert(hf_dir, ckpt)
+    config = read_config(ckpt, Dots3CheckpointConfig)
+    return Fp8(hf_dir, plain, ckpt, config, load_file(ckpt / WEIGHTS_FILE))
+
+
+@pytest.fixture(scope="module")
+def expected(fp8: Fp8) -> Tensor:
+    """transformers on the values that the codes and scales mean."""
+    return Oracle(fp8.plain).run(IDS)["logits"]
+
+
+def _unpadded(name: str, tensor: Tensor, width: int = 144) -> Tensor:
+    """What was there before padding, and that the rest is zero."""
+    rest = tensor.clone()
+    if name.endswith("gate_up.weight"):
+        halves = rest.chunk(2)
+        kept = torch.cat([half[:width] for half in halves])
+        for half in halves:
+            half[:width] = 0
+    else:
+        kept = tensor[:, :width]
+        rest[:, :width] = 0
+    assert not rest.any()
+    return kept
+
+
+def test_values_are_those_of_128_by_128_blocks(fp8: Fp8, tmp_path: Path) -> None:
+    convert(fp8.plain, tmp_path / "plain")
+    meant = load_file(tmp_path / "plain" / WEIGHTS_FILE)
+    found = restored_weights(fp8.ckpt)
+    assert found.keys() == meant.keys()
+    for name, values in meant.items():
+        padded = name.removesuffix(".weight").endswith(MLPS)
+        assert torch.equal(_unpadded(name, found[name]) if padded else found[name], values), name
+
+
+def test_partial_blocks_keep_their_scales(fp8: Fp8) -> None:
+    """576 rows are 4.5 blocks, 1088 are 8.5, and gate and up end in a block each."""
+    shapes = {
+        "transformer.layers.0.attention.kv_a": ((576, 96), (5, 1)),
+        "transformer.layers.1.attention.kv_a": ((1088, 96), (9, 1)),
+        "transformer.layers.1.attention.kv_b": ((640, 1024), (5, 8)),
+        "transformer.layers.0.mlp.gate_up": ((512, 96), (4, 1)),
+        "transformer.layers.0.mlp.down": ((96, 256), (1, 2)),
+        "mtp.layers.0.mlp.gate_up": ((512, 96), (4, 1)),
+        "mtp.eh_proj": ((96, 192), (1, 2)),
+        "transformer.layers.1.mlp.experts.gate_up": ((4, 288, 96), (4, 4, 1)),
+    }
+    for name, (weight, scale) in shapes.items():
+        assert fp8.weights[f"{name}.weight"].dtype == torch.float8_e4m3fn
+        assert tuple(fp8.weights[f"{name}.weight"].shape) == weight, name
+        assert tuple(fp8.weights[f"{name}.weights_scaling_factor"].shape) == scale, name
+    assert fp8.config.quantization.quant_algo == "FP8_BLOCK_SCALES"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_logits_are_those_of_the_decoded_weights(fp8: Fp8, expected: Tensor, target: str) -> None:
+    torch.testing.assert_close(fp8.logits(target=target), expected, atol=BOUND, rtol=0.0)
+
+
+def test_draft_logits_are_those_of_the_decoded_weights(fp8: Fp8) -> None:
+    oracle = Oracle(fp8.plain)
+    hidden = oracle.run(IDS)["final_hidden"]
+    wanted = DraftOracle(fp8.plain, oracle).run(IDS[1:], hidden[:-1])[0]
+    limits = EngineLimits(1, 128, chunk_size=64, max_draft_len=2, max_logits_tokens=64)
+    driver = Driver(fp8.config, fp8.weights, limits, phases=("draft",))
+    found = driver.call("draft", [IDS[1:]], hidden=[hidden[:-1]], past=[0])[0]["logits"]
+    torch.testing.assert_close(found, wanted, atol=BOUND, rtol=0.0)
+
+
+def _mistaken(fp8: Fp8, directory: Path, change: object) -> Tensor:
+    """Logits of the plain checkpoint whose matrices were decoded by `change(codes, scales)`."""
+    source = load_file(fp8.hf_dir / "model-00002-of-00002.safetensors")
+    scales = load_file(fp8.hf_dir / "model-00001-of-00002.safetensors")
+    shutil.copytree(fp8.plain, directory)
+    decoded = {
+        name: change(name, tensor, scales[f"{name}_scale_inv"])  # type: ignore[operator]
+        if is_quantised(name)
+        else tensor
+        for name, tensor in source.items()
+    }
+    save_file(decoded, directory / "model.safetensors", metadata=METADATA)
+    return Oracle(directory).run(IDS)["logits"]
+
+
+def _right(codes: Tensor, scales: Tensor) -> Tensor:
+    rows, columns = codes.shape
+    wide = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return codes.float() * wide
+
+
+def test_the_division_shortcut_is_seen(fp8: Fp8, expected: Tensor, tmp_path: Path) -> None:
+    """Rows by scale rows: 144 rows with two scales become 72 each, 576 with five do not divide."""
+    assert 576 % 5 and 1088 % 9
+    right = _mistaken(fp8, tmp_path / "right", lambda name, c, s: _right(c, s))
+    assert torch.equal(right, expected)
+    for part in (".mlp.", "kv_a_proj", "kv_b_proj"):
+        wrong = _mistaken(
+            fp8,
+            tmp_path / part.strip("."),
+            lambda name, c, s, part=part: (by_division if part in name else _right)(c, s),
+        )
+        # 640 rows divide into five blocks of 128: there the shortcut is right.
+        assert torch.equal(wrong, expected) == (part == "kv_b_proj")
+        if part != "kv_b_proj":
+            assert (wrong - expected).abs().max() > 1000 * BOUND
+
+
+def test_heads_before_blocks_are_seen(fp8: Fp8, expected: Tensor, tmp_path: Path) -> None:
+    """320 rows per sliding head: the second head begins 64 rows into a block."""
+
+    def by_head(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+        if "layers.1.self_attn.kv_b_proj" not in name:
+            return _right(codes, scales)
+        return torch.cat([_right(codes[:320], scales[:3]), _right(codes[320:], scales[2:])])
+
+    wrong = _mistaken(fp8, tmp_path / "heads", by_head)
+    assert (wrong - expected).abs().max() > 1000 * BOUND
+
+
+def _refused(source: Path, target: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        convert(source, target)
+    assert not target.exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["indexer.wk", "indexer.weights_proj", "kv_b_proj"])
+def test_a_weight_without_its_scale_is_refused(fp8: Fp8, tmp_path: Path, module: str) -> None:
+    shutil.copytree(fp8.hf_dir, tmp_path / "hf")
+    path = tmp_path / "hf" / "model-00001-of-00002.safetensors"
+    scales = load_file(path)
+    name = f"model.layers.0.self_attn.{module}.weight_scale_inv"
+    del scales[name]
+    save_file(scales, path)
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"][name]
+    index.write_text(json.dumps(content))
+    assert f"layers.0.self_attn.{module}" in _refused(tmp_path / "hf", tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [(4, "expected shape [5, 1], found [4, 1]"), (0, "[5, 1]")]
+)
+def test_a_grid_of_another_size_is_refused(
+    fp8: Fp8, tmp_path: Path, rows: int, message: str
+) -> None:
+    shutil.copytree(fp8.hf_dir, tmp_path / "hf")
+    path = tmp_path / "hf" / "model-00001-of-00002.safetensors"
+    scales = load_file(path)
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
+    scales[name] = scales[name][:rows].clone()
+    save_file(scales, path)
+    assert message in _refused(tmp_path / "hf", tmp_path / "checkpoint")
+
+
+def test_an_export_is_the_padded_model(fp8: Fp8, expected: Tensor, tmp_path: Path) -> None:
+    """Codes and scales come back, and so does the layout of the index heads."""
+    export_hf(fp8.ckpt, tmp_path / "exported")
+    exported = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert exported["intermediate_size"] == 256
+    assert exported["quantization_config"]["weight_block_size"] == [128, 128]
+    convert(tmp_path / "exported", tmp_path / "again")
+    again = (tmp_path / "again" / WEIGHTS_FILE).read_bytes()
+    assert again == (fp8.ckpt / WEIGHTS_FILE).read_bytes()
+    assert read_config(tmp_path / "again", Dots3CheckpointConfig).dots3.index_rope == "leading"
+
+
+def test_every_typical_mistake_is_seen_in_fp8_too(fp8: Fp8, expected: Tensor) -> None:
+    driver = Driver(fp8.config, fp8.weights, LIMITS, phases=("context",), targets=("8.9",))
+
+    def error(changed: dict[str, Tensor]) -> float:
+        driver.bind({**fp8.weights, **changed})
+        driver.reset()
+        return float((driver.call("context", [IDS])[0]["logits"] - expected).abs().max())
+
+    assert error({}) < BOUND
+    for control in negative_controls(fp8.config):
+        assert error(control.weights(fp8.weights)) > 1000 * BOUND, control.name
+
+
+@pytest.mark.parametrize("algorithm", ["fp8", "fp8-block", "nvfp4"])
+def test_weights_that_were_quantised_here(fp8: Fp8, tmp_path: Path, algorithm: str) -> None:
+    """Gate and up keep scales of their own wherever they lie in one matrix."""
+    ckpt = tmp_path / "checkpoint"
+    convert(fp8.plain, ckpt, quantize=algorithm, only="all")
+    config = read_config(ckpt, Dots3CheckpointConfig)
+    made = Fp8(fp8.hf_dir, fp8.plain, ckpt, config, load_file(ckpt / WEIGHTS_FILE))
+    decoded = made.logits(restored_weights(ckpt))
+    torch.testing.assert_close(made.logits(target="12.0"), decoded, atol=BOUND, rtol=0.0)
+    name = "transformer.layers.0.mlp.gate_up.weights_scaling_factor"
+    scales = made.weights[name + ("_2" if algorithm == "nvfp4" else "")].clone()
+    assert scales.shape[0] == (4 if algorithm == "fp8-block" else 2)
+    assert not config.dots3.padded_mlps
