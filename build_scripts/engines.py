@@ -50,6 +50,7 @@ class Request:
     flavor: str
     targets: tuple[str, ...] | None
     weights: WeightMode
+    pooling: contract.Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Limits:
     max_num_tokens: int
     max_draft_len: int
     chunk_size: int
+    pooling: contract.Pooling | None = None
 
     def engine_limits(self) -> EngineLimits:
         """The limits as a family's network definition takes them."""
@@ -71,6 +73,7 @@ class Limits:
             chunk_size=self.chunk_size,
             max_draft_len=self.max_draft_len,
             max_num_tokens=self.max_num_tokens,
+            hidden_states=self.pooling is not None,
         )
 
 
@@ -123,6 +126,7 @@ def effective_limits(request: Request, max_position_embeddings: int) -> Limits:
         max_num_tokens=min(request.max_num_tokens, request.max_batch_size * chunk_size),
         max_draft_len=request.max_draft_len,
         chunk_size=chunk_size,
+        pooling=request.pooling,
     )
 
 
@@ -188,7 +192,8 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
         f"{backend.flavor} {backend.version} for compute capability "
         f"{', '.join(capability.targets) or 'of this machine'}; weights {request.weights}"
     )
-    output.say("limits: " + ", ".join(f"{k} {v}" for k, v in asdict(limits).items()))
+    shown = {k: v for k, v in asdict(limits).items() if v is not None}
+    output.say("limits: " + ", ".join(f"{k} {v}" for k, v in shown.items()))
 
     defined: dict[contract.Phase, tuple[Network, Definition]] = {}
     for phase in family.phases(config, limits.max_draft_len):

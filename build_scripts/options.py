@@ -51,6 +51,13 @@ class Weights(StrEnum):
     embedded = "embedded"
 
 
+class Pooling(StrEnum):
+    """What an embedding is made of."""
+
+    mean = "mean"
+    last = "last"
+
+
 class ExecutorChoice(StrEnum):
     """What executes an engine directory."""
 
@@ -134,6 +141,14 @@ MaxDraftLen = Annotated[
         "--max-draft-len",
         min=0,
         help="Draft tokens per generation step; the generation engine takes 1 + this many.",
+    ),
+]
+PoolingOption = Annotated[
+    Pooling | None,
+    typer.Option(
+        "--pooling",
+        help="Let the engine make embeddings too: from the mean of the hidden states of all "
+        "tokens, or from the last one; default: none.",
     ),
 ]
 ChunkSize = Annotated[

@@ -27,6 +27,7 @@ class EngineLimits:
         max_logits_tokens: most logit rows per slot in one context call.
         max_num_tokens: tokens of one context call, padding included. TensorRT plans memory for
             the largest call that the profile allows, so it bounds the slots of a context call.
+        hidden_states: whether the context engine outputs the hidden states of all tokens.
 
     Raises InputError for sizes that no engine can have.
     """
@@ -37,6 +38,7 @@ class EngineLimits:
     max_draft_len: int = 0
     max_logits_tokens: int = 64
     max_num_tokens: int = 8192
+    hidden_states: bool = False
 
     def __post_init__(self) -> None:
         positive = (self.max_batch_size, self.max_seq_len, self.chunk_size, self.max_logits_tokens)

@@ -29,6 +29,10 @@ Phase = Literal["context", "generation", "draft", "audio"]
 # The text engines, which every engine directory has; the others depend on family and options.
 PHASES: tuple[Phase, ...] = ("context", "generation")
 Flavor = Literal["tensorrt", "tensorrt_rtx"]
+Pooling = Literal["mean", "last"]
+
+# The output with the hidden states of all tokens, for drafts and poolings.
+HIDDEN = "hidden_states"
 
 # Rows of the caches and tokens of a context call come in multiples of this.
 TOKEN_BLOCK = 64
@@ -185,6 +189,7 @@ class BuildConfig(_Model):
         max_num_tokens: tokens of one context call, padding included (slots times tokens per slot).
         max_draft_len: draft tokens that a generation step verifies.
         max_beam_width: always 1.
+        pooling: what an embedding is made of, see `runtime.pooling`; None = there are none.
         gather_context_logits: whether a context call can return more than one logit row per slot.
     """
 
@@ -194,6 +199,7 @@ class BuildConfig(_Model):
     max_num_tokens: int = Field(ge=1)
     max_draft_len: int = Field(default=0, ge=0)
     max_beam_width: Literal[1] = 1
+    pooling: Pooling | None = None
     gather_context_logits: bool = True
 
 

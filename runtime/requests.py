@@ -33,6 +33,7 @@ class GenerationRequest:
         bad_ids: sequences that must not appear in the answer.
         embedding_bias: added to the logits, float32 [vocab_size], or None.
         audio: rows of the audio engine; engines without one take none.
+        embed: answer with the prompt's embedding and no token; `max_new_tokens` must be 0.
     """
 
     prompt_ids: Sequence[int]
@@ -43,12 +44,23 @@ class GenerationRequest:
     bad_ids: Sequence[Sequence[int]] = ()
     embedding_bias: torch.Tensor | None = None
     audio: AudioRows | None = None
+    embed: bool = False
 
     def check(self, config: EngineConfig) -> None:
         """Raise UsageError naming the first parameter that the engine cannot serve."""
         self.check_prompt(config)
         limits = config.build_config
         count = len(self.prompt_ids)
+        if self.embed:
+            if limits.pooling is None:
+                raise _refused(
+                    "embed", "this engine has no pooling", "one built with --pooling", "none"
+                )
+            if self.max_new_tokens:
+                raise _refused(
+                    "max_new_tokens", "an embedding has no tokens", "0", str(self.max_new_tokens)
+                )
+            return
         if self.max_new_tokens < 1:
             raise _refused(
                 "max_new_tokens",
@@ -155,6 +167,7 @@ class TokenEvent:
         finish_reason: set in the last event of a request, None before.
         top_log_probs: the most likely ids and log-probabilities, if asked for.
         error: what went wrong, with finish_reason "error".
+        embedding: float32 [H] on the CPU in the one event of a request for it.
     """
 
     token_id: int | None
@@ -162,6 +175,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     top_log_probs: tuple[tuple[int, float], ...] = ()
     error: str | None = None
+    embedding: torch.Tensor | None = None
 
 
 @dataclass

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 import torch
 
 from plugins.support.errors import ToolchainError
-from runtime.contract import TOKEN_BLOCK, Phase
+from runtime.contract import HIDDEN, TOKEN_BLOCK, Phase
 from runtime.engine import Engine
+from runtime.pooling import Pool
 from runtime.requests import FinishReason, GenerationRequest, Timings, TokenEvent
 from runtime.rows import Row
 from runtime.sampling import Sampled, TokenChooser, choose_tokens
 from runtime.slots import SlotPool
-from runtime.speculative import HIDDEN, Drafter, DraftState, checked_count
+from runtime.speculative import Drafter, DraftState, checked_count
 
 
 @dataclass(eq=False)
@@ -38,6 +39,7 @@ class Job:
         cancelled: set by anyone, at any time; heeded at the next step.
         drafts: what is guessed to come next.
         rejected: tokens of the last generation call that did not stay.
+        pool: of a request for an embedding; None for all others.
     """
 
     request: GenerationRequest
@@ -50,6 +52,7 @@ class Job:
     chooser: TokenChooser | None = None
     drafts: DraftState = field(default_factory=DraftState)
     rejected: int = 0
+    pool: Pool | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -202,6 +205,9 @@ class Scheduler:
             self.totals.scheduled += 1
             self.totals.queue_wait_s += job.timings.queue_wait_s()
             try:
+                pooling = self._engine.config.build_config.pooling
+                if job.request.embed and pooling is not None:
+                    job.pool = Pool(pooling)
                 job.chooser = job.request.chooser(self._engine.config.vocab_size)
                 self._engine.executor.begin(job.slot)
             except Exception as error:
@@ -216,7 +222,7 @@ class Scheduler:
         for job in jobs:
             count = job.chunk(chunk)
             done = job.cached + count == job.prompt_length
-            logits = (count - 1,) if done else ()
+            logits = (count - 1,) if done and job.pool is None else ()
             rows.append(Row(job.tokens, job.cached, count, logits, job.request.audio))
         self.totals.context_calls += 1
         self._call("context", jobs[0].slot, jobs, rows)
@@ -295,6 +301,7 @@ class Scheduler:
             self._choose(logits, taking_part)
             if phase == "context":
                 self.totals.prompt_tokens += sum(row.count for _, _, row in taking_part)
+                self._pool_states(taking_part)
             if self._drafter is not None:
                 self._follow(first, len(rows), taking_part)
         except Exception as error:
@@ -327,6 +334,16 @@ class Scheduler:
             self.totals.drafted += len(row.logits) - 1 if verified else 0
             job.rejected = row.count - stays
             job.cached += stays
+
+    def _pool_states(self, calls: Sequence[tuple[int, Job, Row]]) -> None:
+        """Add what a context call has read to embeddings, and end those that are whole."""
+        for index, job, row in calls:
+            if job.pool is None:
+                continue
+            job.pool.add(self._engine.executor.output(HIDDEN)[index, : row.count])
+            if not job.prefilling:
+                event = TokenEvent(None, finish_reason="stop", embedding=job.pool.vector())
+                self._finish(job, event)
 
     def _follow(self, first: int, width: int, calls: Sequence[tuple[int, Job, Row]]) -> None:
         """Let the draft engine read what the text engine has read, as far as it was accepted."""

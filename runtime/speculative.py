@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 import torch
 
 from plugins.support.errors import UsageError
-from runtime.contract import TOKEN_BLOCK, EngineConfig
+from runtime.contract import HIDDEN, TOKEN_BLOCK, EngineConfig
 from runtime.engine import Engine
 from runtime.requests import GenerationRequest
 from runtime.rows import Row
 
-HIDDEN = "hidden_states"
 NEXT_HIDDEN = "hidden_states.next_draft"
 
 

@@ -51,7 +51,7 @@ def _build(hf_dir: Path, path: Path) -> None:
     from converters.checkpoint.convert import convert
 
     convert(hf_dir, path.with_name(f"{path.name}-checkpoint"))
-    limits = Request(8, 256, None, 0, 64, 8192, "tensorrt_rtx", ("8.9",), "auto")
+    limits = Request(8, 256, None, 0, 64, 8192, "tensorrt_rtx", ("8.9",), "auto", "mean")
     build(path.with_name(f"{path.name}-checkpoint"), path, limits)
 
 
@@ -59,7 +59,9 @@ def _build(hf_dir: Path, path: Path) -> None:
 def deterministic_engine(
     deterministic_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Engine directory of the deterministic checkpoint: 8 slots, 256 tokens, chunks of 64."""
+    """Engine directory of the deterministic checkpoint: 8 slots, 256 tokens, chunks of 64, mean
+    pooling.
+    """
     return _made_once(
         tmp_path_factory, "deterministic-engine", lambda p: _build(deterministic_checkpoint, p)
     )
@@ -67,13 +69,17 @@ def deterministic_engine(
 
 @pytest.fixture(scope="session")
 def trained_engine(trained_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engine directory of the trained checkpoint: 8 slots, 256 tokens, chunks of 64."""
+    """Engine directory of the trained checkpoint: 8 slots, 256 tokens, chunks of 64, mean
+    pooling.
+    """
     return _made_once(tmp_path_factory, "trained-engine", lambda p: _build(trained_checkpoint, p))
 
 
 @pytest.fixture(scope="session")
 def drafting_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engine directory of a random Dots3 NOTE: 4 slots, 128 tokens, chunks of 64, 3 drafts."""
+    """Engine directory of a random Dots3 NOTE: 4 slots, 128 tokens, chunks of 64, 3 drafts, last
+    pooling.
+    """
 
     def make(path: Path) -> None:
         from build_scripts.engines import Request, build
@@ -82,7 +88,7 @@ def drafting_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
         hf_dir = write(path.with_name(f"{path.name}-hf"))
         convert(hf_dir, path.with_name(f"{path.name}-checkpoint"))
-        limits = Request(4, 128, None, 3, 64, 8192, "tensorrt_rtx", ("8.9",), "auto")
+        limits = Request(4, 128, None, 3, 64, 8192, "tensorrt_rtx", ("8.9",), "auto", "last")
         build(path.with_name(f"{path.name}-checkpoint"), path, limits)
 
     return _made_once(tmp_path_factory, "drafting-engine", make)

@@ -289,7 +289,7 @@ class _Layers:
 
 
 class _TextNetwork:
-    """Embedding, decoder layers, head; with drafts also the hidden states they start from."""
+    """Embedding, decoder layers, head."""
 
     def __init__(
         self, net: Network, config: Dots3CheckpointConfig, phase: Phase, limits: EngineLimits
@@ -314,14 +314,9 @@ class _TextNetwork:
                 name, dense = f"transformer.layers.{layer}", layer < block.dense_layers
                 x = layers.layer(name, str(layer), x, kinds[kind], dense=dense)
         with net.scope("head"):
-            drafting = self.limits.max_draft_len > 0
-            if drafting:
-                x = layers.norm(x, "transformer.ln_f", config.hidden_size)
-                net.output(x, "hidden_states")
-                hidden = engine.wanted_rows(x)
-            else:
-                wanted = engine.wanted_rows(x)
-                hidden = layers.norm(wanted, "transformer.ln_f", config.hidden_size)
+            hidden = engine.head_rows(
+                x, lambda rows: layers.norm(rows, "transformer.ln_f", config.hidden_size)
+            )
             net.tap(hidden, "final_hidden")
             logits = linear(net, hidden, "lm_head", config.vocab_size)
             net.output(net.cast(logits, "float32"), "logits")

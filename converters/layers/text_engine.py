@@ -7,6 +7,8 @@ no trace.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from converters.checkpoint.config import CheckpointConfig
 from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
 from converters.layers.conv import last_rows
@@ -61,6 +63,7 @@ class TextEngine:
             )
         self.net, self.limits, self.dtype = net, limits, config.dtype
         self.context = phase != "generation"
+        self._is_prompt = phase == "context"
         self._slots = limits.context_slots if phase == "context" else limits.max_batch_size
         self.kinds: dict[str, InputKind] = {}
         self.profile: dict[str, tuple[Dims, Dims, Dims]] = {}
@@ -78,7 +81,7 @@ class TextEngine:
         self.new = self.input("new_lengths", "token", "int32")
         self.wanted = self.input("logits_positions", "token", "int32", (self.tokens,), logits_range)
         self.span: Dim = limits.cache_rows
-        if phase == "context":
+        if self._is_prompt:
             self.span = self._attention_span(least_span)
         self._rejected: Tensor | None = None
 
@@ -209,3 +212,16 @@ class TextEngine:
     def wanted_rows(self, x: Tensor) -> Tensor:
         """[B, L, ...] of [B, S, ...]: the tokens whose logits are wanted."""
         return self.net.gather(x, self.wanted, axis=1, elementwise_dims=1)
+
+    def head_rows(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, L, H] of [B, S, ...]: the wanted tokens behind the last `norm`.
+
+        Where drafts start from the hidden states of all tokens, or a pooling reads them, those are
+        the output `hidden_states`, [B, S, H]; elsewhere only the wanted tokens are normalised.
+        """
+        read = self.limits.max_draft_len > 0 or (self.limits.hidden_states and self._is_prompt)
+        if not read:
+            return norm(self.wanted_rows(x))
+        hidden = norm(x)
+        self.net.output(hidden, "hidden_states")
+        return self.wanted_rows(hidden)

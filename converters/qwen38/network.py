@@ -89,8 +89,9 @@ class _TextNetwork:
             with net.scope(f"layers.{layer}"):
                 bundle = self._layer(layer, kind, bundle)
         with net.scope("head"):
-            rows = self.engine.wanted_rows(bundle)
-            hidden, _ = self._mix(rows, "transformer.hyper_connection_mixer")
+            hidden = self.engine.head_rows(
+                bundle, lambda rows: self._mix(rows, "transformer.hyper_connection_mixer")[0]
+            )
             net.tap(hidden, "final_hidden")
             logits = linear(net, hidden, "lm_head", config.vocab_size)
             net.output(net.cast(logits, "float32"), "logits")

@@ -73,7 +73,8 @@ class _Decoder:
             with net.scope(f"layers.{layer}"):
                 x = net.tap(self._layer(layer, x), f"layers.{layer}.hidden")
         with net.scope("head"):
-            hidden = net.tap(self._norm(engine.wanted_rows(x), "transformer.ln_f"), "final_hidden")
+            hidden = engine.head_rows(x, lambda rows: self._norm(rows, "transformer.ln_f"))
+            net.tap(hidden, "final_hidden")
             if self.block.tie_word_embeddings:
                 head = net.unsqueeze(table, [0])
                 logits = net.matmul(hidden, head, transpose_b=True)

@@ -165,6 +165,7 @@ SYSTEM = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
         ({"task": "transcribe", "audio_url": ["A"], "language": "english"}, "language"),
         ({"task": "transcribe", "audio_url": ["A"], "delay_ms": 480}, "delay_ms"),
         ({"task": "sing", "audio_url": ["A"]}, "task"),
+        ({"task": "embed", "text_input": "x"}, "task"),
         ({"audio_url": ["A"]}, "audio_url"),
         (CHAT | {"language": "en"}, "language"),
         (CHAT | {"audio_url": ["A"] * 17}, "audio_url"),

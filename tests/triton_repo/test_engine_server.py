@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import requests
+import torch
+import tritonclient.grpc as grpcclient
 
+from converters.qwen38.oracle import Oracle
 from tests.fixtures.qwen38_checkpoint import Known, known_continuations
 from tests.triton_repo.clients import (
+    Stream,
     generate_stream,
     grpc_stream,
     metric,
@@ -20,6 +27,7 @@ from tests.triton_repo.clients import (
     text_of,
     wait_for,
 )
+from triton_repo.frontend.tokenizer import load_tokenizer
 from triton_repo.generate import write_repository
 from triton_repo.selftest import self_test
 from triton_repo.server import TritonServer, probe, running
@@ -132,7 +140,6 @@ def test_log_probs_and_usage(server: TritonServer) -> None:
     ("body", "name"),
     [
         ({"text_input": "x" * 100_000}, "text_input"),
-        ({"text_input": "hello", "task": "embed"}, "task"),
         ({"input_ids": [10**6]}, "input_ids"),
         ({"text_input": "hello", "max_tokens": 10**6}, "max_tokens"),
         ({"text_input": "hello", "length_penalty": 1.0}, "length_penalty"),
@@ -141,6 +148,76 @@ def test_log_probs_and_usage(server: TritonServer) -> None:
 )
 def test_what_an_engine_refuses(server: TritonServer, body: dict[str, Any], name: str) -> None:
     assert refused(server, body).startswith(f"{name}: ")
+
+
+def _tokens(server: TritonServer, text: str) -> list[int]:
+    """The prompt that the server makes of a text, told by its own preprocessing."""
+    url = f"{server.http_url}/v2/models/preprocessing/generate"
+    answer = requests.post(url, json={"QUERY": text, "REQUEST_OUTPUT_LEN": 1}, timeout=20).json()
+    return list(answer["INPUT_ID"])
+
+
+@both
+def test_an_embedding_is_made_of_the_tokens_that_are_no_padding(
+    server: TritonServer, trained_checkpoint: Path, model: str
+) -> None:
+    oracle = Oracle(trained_checkpoint, "bfloat16")
+    pad = load_tokenizer(trained_checkpoint).pad_id
+    assert pad is not None
+
+    def similarity(found: list[float], ids: list[int]) -> float:
+        # Over the tokens in order, and over the neighbours that a wrong order of steps would leave.
+        mean = oracle.run(ids)["final_hidden"].mean(0)
+        return float(torch.cosine_similarity(torch.tensor(found), mean, dim=0))
+
+    text = KNOWN[0].prompt
+    ids = _tokens(server, text)
+    body = {"text_input": text, "task": "embed", "return_num_input_tokens": True}
+    cut = {"truncate_prompt_tokens": 5, "truncation_side": "left", "padding": "max_length"}
+    for fields, kept in (
+        ({}, ids),
+        (cut, ids[-5:]),
+        (cut | {"max_length": 12}, ids[-5:]),
+        (cut | {"padding": "false", "truncation": "false"}, ids),
+    ):
+        answer = ok(server, body | fields, model)
+        vector = answer["embedding"]
+        assert answer["num_input_tokens"] == len(kept)
+        assert answer["text_output"] == ""
+        assert math.sqrt(sum(v * v for v in vector)) == pytest.approx(1.0, abs=1e-5)
+        # bfloat16 on the server, float32 in the reference.
+        assert similarity(vector, kept) > 0.999
+        # Padding that took part would show.
+        assert similarity(vector, [*kept, *[pad] * (12 - len(kept) % 12)]) < 0.995
+    assert similarity(ok(server, body, model)["embedding"], ids[-5:]) < 0.995
+
+
+@both
+def test_embeddings_come_in_batches_and_on_streams(server: TritonServer, model: str) -> None:
+    texts = ["one", "a much longer text that is another row"]
+    alone = [ok(server, {"text_input": t, "task": "embed"}, model)["embedding"] for t in texts]
+    with grpc_stream(server, {"text_input": texts[1], "task": "embed", "stream": True}, model) as s:
+        (result,) = s.collect()
+    assert result.as_numpy("embedding").dtype == np.float32
+    assert result.as_numpy("embedding")[0] == pytest.approx(alone[1], abs=1e-3)
+    inputs = []
+    for name, rows, dtype, kind in (
+        ("text_input", [[t.encode()] for t in texts], np.object_, "BYTES"),
+        ("task", [[b"embed"], [b"embed"]], np.object_, "BYTES"),
+    ):
+        tensor = grpcclient.InferInput(name, [2, 1], kind)
+        tensor.set_data_from_numpy(np.array(rows, dtype=dtype))
+        inputs.append(tensor)
+    stream = Stream()
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: stream.events.put((result, error)))
+        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        (result,) = stream.collect()
+        client.stop_stream()
+    both_rows = result.as_numpy("embedding")
+    assert both_rows.shape == (2, len(alone[0]))
+    for row, vector in zip(both_rows, alone, strict=True):
+        assert row == pytest.approx(vector, abs=1e-3)
 
 
 def test_self_test(server: TritonServer) -> None:

@@ -55,8 +55,10 @@ class GenerationCall:
 
     @property
     def has_text(self) -> bool:
-        """Whether an answer may begin with the prompt; that of a transcription is no text."""
-        return self.task != "transcribe"
+        """Whether an answer may begin with the prompt: that of a transcription is no text, and an
+        embedding is no continuation of it.
+        """
+        return self.task == "generate"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` turns back into an equal call, without its audio."""

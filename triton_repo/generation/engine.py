@@ -37,8 +37,12 @@ class EngineGenerator:
 
     def submit(self, call: GenerationCall, deliver: Deliver) -> Callable[[], None]:
         """Queue a call; its events come from a thread of their own."""
-        if call.task == "embed":
-            raise CapabilityError("this engine has no pooling output", where="task")
+        if call.task == "embed" and self._engine.config.build_config.pooling is None:
+            raise CapabilityError(
+                "this engine has no pooling",
+                where="task",
+                expected="an engine built with --pooling",
+            )
         if call.features is None and call.feed is None:
             if call.media:
                 raise CapabilityError(
@@ -60,6 +64,7 @@ class EngineGenerator:
             stop_ids=call.stop_ids,
             bad_ids=call.bad_ids,
             audio=audio,
+            embed=call.task == "embed",
         )
         try:
             handle = self._session.submit(request)
@@ -89,6 +94,8 @@ def _pump(handle: GenerationHandle, deliver: Deliver) -> None:
         extra: dict[str, Any] = {}
         if event.finish_reason is not None:
             extra = _times(handle.timings)
+        if event.embedding is not None:
+            extra["embedding"] = event.embedding.tolist()
         if event.finish_reason == "error":
             deliver(GenerationEvent(error=("internal", event.error or "the engine has failed")))
             return

@@ -21,7 +21,7 @@ from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.trace import trace
 
 LIMITS = EngineLimits(
-    max_batch_size=2, max_seq_len=512, chunk_size=448, max_draft_len=0, max_logits_tokens=448
+    max_batch_size=2, max_seq_len=512, chunk_size=448, max_logits_tokens=448, hidden_states=True
 )
 
 
@@ -108,4 +108,7 @@ class Driver:
             span = -(-(self.length + count) // 64) * 64
             inputs["attention_span"] = torch.zeros(span, dtype=torch.int32)
         self.length += count
-        return self.runs[phase].run(inputs)["logits"][0]
+        out = self.runs[phase].run(inputs)
+        if phase == "context":
+            self.hidden = out["hidden_states"][0, :count]
+        return out["logits"][0]

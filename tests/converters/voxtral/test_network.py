@@ -131,6 +131,16 @@ def test_text_only(drivers: dict[str, Driver]) -> None:
     assert int(logits[-1].argmax()) == 159
 
 
+def test_hidden_states_are_what_the_head_reads(drivers: dict[str, Driver]) -> None:
+    driver = drivers["huggingface"]
+    driver.reset()
+    logits = driver.read([1, 3, 156, 144, 141, 72, 298, 140, 4], torch.zeros(0, 48))
+    head = driver.weights["lm_head.weight"].float()
+    assert driver.hidden.shape == (9, 48)
+    assert (driver.hidden @ head.T - logits).abs().max() <= 1e-5
+    assert (driver.hidden.roll(1, 0) @ head.T - logits).abs().max() > 0.1
+
+
 def test_chunks_are_heard_apart(drivers: dict[str, Driver]) -> None:
     """Two chunks in one call equal one call each; chunk order matters."""
     samples = decode_audio((SPEECH.parent / "austen-0870.wav").read_bytes())
