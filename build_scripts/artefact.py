@@ -195,9 +195,14 @@ def _engine(path: Path) -> Description:
         for tensor in entry.inputs
         if tensor.kind != "weight"
     ]
+    attention = [
+        (row.component, row.implementation, row.device, row.recent or "in use")
+        for row in config.attention.rows
+    ]
     columns, *rows = config.cache_plan.rows()
     tables = [
         Table("Engines", ("phase", "file", "bytes", "fingerprint"), engines),
+        Table("Attention", ("component", "implementation", "device", "state"), attention),
         Table("Inputs", ("phase", "name", "kind", "dtype", "shape"), inputs),
         Table("Cache plan", columns, list(rows)),
     ]

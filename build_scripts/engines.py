@@ -17,6 +17,7 @@ from typing import Any, Literal
 from build_scripts import output
 from converters.definition import TOKEN_BLOCK, Definition, EngineLimits
 from converters.registry import family_of, read_checkpoint_config
+from plugins.attention import Choice
 from plugins.support.atomic import atomic_directory, link_or_copy, refuse_existing
 from plugins.support.errors import CapabilityError, UsageError
 from plugins.support.progress import progress
@@ -185,6 +186,10 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     family = family_of(config)
     limits = effective_limits(request, config.max_position_embeddings)
     backend = load_backend(request.flavor)
+    phases = family.phases(config, limits.max_draft_len)
+    attention = family.attention(config)
+    choice = Choice("tensorrt", "cuda", backend.flavor)
+    attention.require(phases, choice)
     capability = backend.capability(request.targets, (config.dtype, "float32"))
     weights = ckpt_dir / contract.weights_file()
     source, identity = SafetensorsSource(weights), weights_identity(weights)
@@ -192,11 +197,13 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
         f"{backend.flavor} {backend.version} for compute capability "
         f"{', '.join(capability.targets) or 'of this machine'}; weights {request.weights}"
     )
+    for line in attention.notices(phases, choice):
+        output.say(line)
     shown = {k: v for k, v in asdict(limits).items() if v is not None}
     output.say("limits: " + ", ".join(f"{k} {v}" for k, v in shown.items()))
 
     defined: dict[contract.Phase, tuple[Network, Definition]] = {}
-    for phase in family.phases(config, limits.max_draft_len):
+    for phase in phases:
         net = Network(backend, capability, source, WeightPolicy(request.weights))
         defined[phase] = net, family.define(net, config, phase, limits.engine_limits())
     # The generation engine works on the same slots as the context engine, a draft engine on more.
@@ -224,6 +231,7 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
                 "flavor": backend.flavor,
                 "tensorrt_version": backend.version,
                 "targets": capability.targets,
+                "attention": attention.of_flavor(backend.flavor),
                 "engines": entries,
                 "weights": {
                     "mode": request.weights,

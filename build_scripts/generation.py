@@ -136,6 +136,8 @@ def run(
             f"max_seq_len {limits.max_seq_len}, max_input_len {limits.max_input_len}, "
             f"chunk {engine.config.chunk_tokens}"
         )
+        for line in engine.notices:
+            output.say(line)
         end_ids = () if wish.ignore_eos else engine.config.pretrained_config["eos_token_id"]
         if audio is not None and audio.streaming:
             # In a stream the end of a sentence is ordinary output; the audio's end is the end.

@@ -34,6 +34,7 @@ from build_scripts.taps import TapExecutor
 from build_scripts.verdict import Control, Result
 from converters.checkpoint.config import parse_config
 from converters.registry import family_for
+from plugins.attention import Choice
 from plugins.support.progress import progress
 from runtime.audio import AudioEncoder
 from runtime.audio_rows import AudioRows
@@ -103,6 +104,7 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
     """
     config = read_config(engine_dir)
     check_files(config, engine_dir)
+    config.attention.require(config.engines, Choice("interpreter", "cpu", config.flavor))
     pretrained = config.pretrained_config
     where = f"{engine_dir / CONFIG_FILE}: pretrained_config"
     family = family_for(pretrained["model_type"], where)

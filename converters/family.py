@@ -10,6 +10,7 @@ from converters.checkpoint.config import CheckpointConfig, ComputeDType
 from converters.checkpoint.match import Ignored
 from converters.checkpoint.recipe import Wanted
 from converters.checkpoint.source import SourceCheckpoint
+from plugins.attention import Allowlist
 
 if TYPE_CHECKING:
     from converters.definition import Definition, EngineLimits, Phase
@@ -56,6 +57,10 @@ class Family(Protocol):
         self, net: Network, config: CheckpointConfig, phase: Phase, limits: EngineLimits
     ) -> Definition:
         """Add one engine's network to `net`."""
+        ...
+
+    def attention(self, config: CheckpointConfig) -> Allowlist:
+        """What may compute the attention of a model of this configuration."""
         ...
 
     def host_inputs(self, config: CheckpointConfig) -> list[dict[str, Any]]:

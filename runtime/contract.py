@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from plugins.attention import Allowlist
 from plugins.support.dtypes import BY_NAME
 from plugins.support.errors import InputError
-from plugins.trt.types import FLOAT4, readable_as, stored_form
+from plugins.trt.types import FLOAT4, Flavor, readable_as, stored_form
 from runtime.cache_plan import CachePlan
 from runtime.identity import WeightsIdentity, check_identity, read_header
 
@@ -28,7 +29,6 @@ TOKENIZER_DIR = "tokenizer"
 Phase = Literal["context", "generation", "draft", "audio"]
 # The text engines, which every engine directory has; the others depend on family and options.
 PHASES: tuple[Phase, ...] = ("context", "generation")
-Flavor = Literal["tensorrt", "tensorrt_rtx"]
 Pooling = Literal["mean", "last"]
 
 # The output with the hidden states of all tokens, for drafts and poolings.
@@ -211,6 +211,7 @@ class EngineConfig(_Model):
         producer: program and version that built the engines.
         flavor, tensorrt_version: library that built them; the same one has to run them.
         targets: compute capabilities such as "8.9"; empty where the library was told none.
+        attention: what may compute the model's attention, for networks of this flavour.
         plugins: custom operations in the engines.
         engines: one entry per phase.
         weights: weights file and its identity.
@@ -225,6 +226,7 @@ class EngineConfig(_Model):
     flavor: Flavor
     tensorrt_version: str
     targets: tuple[Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")], ...]
+    attention: Allowlist
     plugins: tuple[PluginEntry, ...] = ()
     engines: dict[Phase, EngineEntry]
     weights: WeightsEntry

@@ -33,6 +33,7 @@ class Engine:
         executor: runs the engines.
         host_inputs: compute what stays outside the engines.
         reason: why this executor was picked, one sentence.
+        notices: lines that whoever runs the engine should read.
         path: the directory.
     """
 
@@ -43,10 +44,12 @@ class Engine:
         host_inputs: Sequence[HostInput] = (),
         reason: str = "",
         path: Path | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.executor = executor
         self.reason = reason
+        self.notices = tuple(notices)
         self.path = path
         self._host_inputs = tuple(host_inputs)
         self._in_use = threading.Lock()
@@ -67,8 +70,9 @@ class Engine:
         path = Path(engine_dir)
         config = read_config(path)
         check_files(config, path)
-        opened, reason = open_executor(config, path, executor, device)
-        return cls(config, opened, open_host_inputs(config, path), reason, path)
+        opened = open_executor(config, path, executor, device)
+        hosts = open_host_inputs(config, path)
+        return cls(config, opened.executor, hosts, opened.reason, path, opened.notices)
 
     @property
     def slots(self) -> int:

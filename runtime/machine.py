@@ -10,7 +10,8 @@ import torch
 
 from plugins.support.errors import CapabilityError, ToolchainError
 from plugins.trt.backend import load_backend
-from runtime.contract import EngineConfig, Flavor
+from plugins.trt.types import Flavor
+from runtime.contract import EngineConfig
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.attention import allowlist
 from converters.checkpoint.config import CheckpointConfig, ComputeDType
 from converters.checkpoint.source import SourceCheckpoint
 from converters.dots3 import config as _config
 from converters.dots3 import weights as _weights
 from converters.dots3.config import Dots3CheckpointConfig
 from converters.family import TensorPlan
+from plugins.attention import Allowlist
 from plugins.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +55,10 @@ class Dots3:
         from converters.dots3.network import define
 
         return define(net, _own(config), phase, limits)
+
+    def attention(self, config: CheckpointConfig) -> Allowlist:
+        """The interpreter, and engines of both flavours."""
+        return allowlist(config.model_type, ("decoder",), ran_on_cuda=False)
 
     def host_inputs(self, config: CheckpointConfig) -> list[dict[str, Any]]:
         """None: everything this model reads is in the engine."""

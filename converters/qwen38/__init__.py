@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.attention import allowlist
 from converters.checkpoint.config import CheckpointConfig, ComputeDType
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
 from converters.qwen38 import config as _config
 from converters.qwen38 import weights as _weights
 from converters.qwen38.config import Qwen38CheckpointConfig
+from plugins.attention import Allowlist
 
 if TYPE_CHECKING:
     from converters.definition import Definition, EngineLimits, Phase
@@ -43,6 +45,10 @@ class Qwen38:
         from converters.qwen38.network import define
 
         return define(net, _own(config), phase, limits)
+
+    def attention(self, config: CheckpointConfig) -> Allowlist:
+        """The interpreter, and engines of both flavours."""
+        return allowlist(config.model_type, ("decoder",), ran_on_cuda=True)
 
     def host_inputs(self, config: CheckpointConfig) -> list[dict[str, Any]]:
         """One n-gram lookup for each PLE layer."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.attention import allowlist
 from converters.checkpoint.config import CheckpointConfig, ComputeDType
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
 from converters.voxtral import config as _config
 from converters.voxtral import weights as _weights
 from converters.voxtral.config import VoxtralCheckpointConfig, mistral_model_type
+from plugins.attention import Allowlist
 from plugins.support.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ class Voxtral:
         from converters.voxtral.network import define
 
         return define(net, _own(config), phase, limits)
+
+    def attention(self, config: CheckpointConfig) -> Allowlist:
+        """The interpreter, and engines of both flavours."""
+        return allowlist(config.model_type, ("decoder", "audio_encoder"), ran_on_cuda=False)
 
     def host_inputs(self, config: CheckpointConfig) -> list[dict[str, Any]]:
         """The audio rows of the text engines."""

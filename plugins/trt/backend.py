@@ -12,8 +12,8 @@ import torch
 from plugins.support.errors import CapabilityError, UsageError
 from plugins.trt.capability import Capability, choose_rtx_targets, parse_target
 from plugins.trt.logger import make_logger
+from plugins.trt.types import FLAVORS, Flavor
 
-FLAVORS = ("tensorrt", "tensorrt_rtx")
 _PACKAGES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
 MINIMUM_VERSION = {"tensorrt": (10, 15), "tensorrt_rtx": (1, 7)}
 
@@ -28,7 +28,7 @@ class Backend:
         trt: the module.
     """
 
-    flavor: str
+    flavor: Flavor
     version: str
     trt: Any
 
@@ -98,7 +98,7 @@ def load_backend(flavor: str = "auto") -> Backend:
         raise UsageError(
             "unknown TensorRT flavour", expected="auto, " + ", ".join(FLAVORS), found=flavor
         )
-    wanted = FLAVORS if flavor == "auto" else (flavor,)
+    wanted = [name for name in FLAVORS if flavor in ("auto", name)]
     problems = []
     for name in wanted:
         try:

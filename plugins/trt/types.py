@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from plugins.support.errors import BuildError
 
 # An ITensor of whichever TensorRT module is loaded; the bindings carry no usable type stubs.
 Tensor: TypeAlias = Any
+
+Flavor = Literal["tensorrt", "tensorrt_rtx"]
+FLAVORS: tuple[Flavor, ...] = get_args(Flavor)
 
 # The packed four-bit type has no row in the table of storage dtypes: on disk it is uint8,
 # two values per byte, low nibble first.

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from converters.attention import allowlist
 from plugins.ngram import NgramConstants, layer_constants
 from runtime.cache_plan import CachePlan
 from runtime.contract import (
@@ -136,6 +137,7 @@ def write_engine(
         flavor="tensorrt_rtx",
         tensorrt_version="1.7.1.116",
         targets=("8.9", "12.0"),
+        attention=allowlist("language", ("decoder",), ran_on_cuda=True),
         engines=entries,
         weights=WeightsEntry(
             mode="inputs", file=weights_file(), identity=weights_identity(weights)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from plugins.attention import Allowlist, Row
 from plugins.support.errors import CapabilityError, InputError, UsageError
-from runtime.contract import CONFIG_FILE, EngineConfig, Flavor, PluginEntry
+from plugins.trt.types import Flavor
+from runtime.contract import CONFIG_FILE, EngineConfig, PluginEntry
 from runtime.engine import Engine
 from runtime.executors.select import choose
 from runtime.machine import Gpu, Machine, probe
@@ -119,3 +121,54 @@ def test_wrong_directory_is_refused_before_anything_is_opened(
     with pytest.raises(InputError, match="not the one that was built"):
         Engine.load(copy)
     assert opened == []
+
+
+def _permitting(config: EngineConfig, *rows: Row) -> EngineConfig:
+    return config.model_copy(update={"attention": Allowlist(model="language", rows=rows)})
+
+
+ON_CPU = Row(component="decoder", implementation="interpreter", device="cpu")
+ENGINE = Row(component="decoder", implementation="tensorrt", device="cuda")
+
+
+def test_what_the_model_does_not_permit_is_passed_over(config: EngineConfig) -> None:
+    """A GPU that could run the engines, and the interpreter on it, are left for the CPU."""
+    choice = choose(_permitting(config, ON_CPU), _machine(ADA), "auto", "auto")
+    assert (choice.name, str(choice.device)) == ("interpreter", "cpu")
+    assert "the attention of language has no such implementation" in choice.reason
+    assert "needs interpreter on cpu" in choice.reason
+    only = choose(_permitting(config, ENGINE), _machine(ADA), "auto", "auto")
+    assert only.name == "tensorrt"
+
+
+@pytest.mark.parametrize(
+    ("executor", "device", "rows", "found", "allowed"),
+    [
+        ("tensorrt", "auto", (ON_CPU,), "tensorrt on cuda", "interpreter on cpu"),
+        ("interpreter", "cuda", (ON_CPU, ENGINE), "interpreter on cuda",
+         "interpreter on cpu, tensorrt on cuda"),
+        ("auto", "cpu", (ENGINE,), "interpreter on cpu", "tensorrt on cuda"),
+        ("interpreter", "auto", (), "interpreter on cpu", "another flavour than tensorrt_rtx"),
+    ],
+)  # fmt: skip
+def test_one_message_for_what_is_not_permitted(
+    config: EngineConfig, executor: str, device: str, rows: tuple[Row, ...], found: str,
+    allowed: str,
+) -> None:  # fmt: skip
+    with pytest.raises(CapabilityError) as caught:
+        choose(_permitting(config, *rows), _machine(ADA), executor, device)
+    error = caught.value
+    assert error.what == "the attention of language has no such implementation"
+    assert error.where == "decoder"
+    assert error.expected == allowed
+    assert error.found == f"{found}, networks of tensorrt_rtx"
+    assert error.fix
+
+
+def test_permission_comes_before_the_machine(config: EngineConfig) -> None:
+    """A machine that could not do it either does not hide that it is not permitted."""
+    with pytest.raises(CapabilityError, match="no such implementation"):
+        choose(_permitting(config, ON_CPU), _machine(), "tensorrt", "auto")
+    # The negative control: with the row, the machine is the problem.
+    with pytest.raises(CapabilityError, match="need a GPU"):
+        choose(_permitting(config, ON_CPU, ENGINE), _machine(), "tensorrt", "auto")

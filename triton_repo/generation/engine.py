@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from runtime.session import GenerationHandle, GenerationRequest, SamplingParams,
 from triton_repo.frontend.problems import problem
 from triton_repo.generation.base import Deliver, GenerationCall, GenerationEvent
 from triton_repo.generation.hearing import Hearing
+
+LOG = logging.getLogger(__name__)
 
 CLIENT_NAMES = {
     "prompt_ids": "input_ids",
@@ -31,6 +34,8 @@ class EngineGenerator:
 
     def __init__(self, engine_dir: Path, executor: str, device: str, max_queue: int) -> None:
         self._engine = Engine.load(engine_dir, executor=executor, device=device)
+        for line in self._engine.notices:
+            LOG.info(line)
         hears = "audio" in self._engine.config.engines
         self._hearing = Hearing(self._engine) if hears else None
         self._session = Session(self._engine, max_queue=max_queue)

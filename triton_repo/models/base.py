@@ -26,6 +26,7 @@ def set_up_logging(model: str) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format=f"%(levelname).1s {model}: %(message)s"
     )
+    logging.getLogger("triton_repo").setLevel(logging.INFO)
 
 
 def refuse_to_start(pb_utils: Any, error: Exception) -> NoReturn:
