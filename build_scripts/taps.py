@@ -73,13 +73,9 @@ class TapExecutor:
         self.taps = {tap: results[tap] for tap in taps}
         return results[LOGITS]
 
-    def output(self, name: str) -> torch.Tensor:
-        """No other engine follows this one."""
-        raise KeyError(name)
-
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `Executor.encode`; the taps are in `taps` afterwards."""
+        """See `HearingExecutor.encode`; the taps are in `taps` afterwards."""
         taps = tuple(self.programs["audio"].taps)
         results = self._interpreters["audio"].run(inputs, fetch=taps)
         self.taps = {tap: results[tap] for tap in taps}

@@ -33,6 +33,7 @@ from build_scripts.scores import (
 from build_scripts.taps import TapExecutor
 from build_scripts.verdict import Control, Result
 from converters.checkpoint.config import parse_config
+from converters.reference import HEARING_REFERENCE, REFERENCE, HearingReference
 from converters.registry import family_for
 from plugins.attention import Choice
 from plugins.support.progress import progress
@@ -115,7 +116,9 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
     transformers_logging.disable_progress_bar()
     output.say(f"loading the reference from {hf_dir}")
     with open_reference(engine_dir, config, checkpoint_config, hf_dir) as source:
-        oracle = oracle_module.Oracle(source.directory, source.dtype)
+        opened = oracle_module.Oracle(source.directory, source.dtype)
+    oracle = REFERENCE.require(opened)
+    hearing = HEARING_REFERENCE.require(opened) if "audio" in config.engines else None
     ids = oracle.sample_ids(min(config.build_config.max_seq_len, SAMPLE_TOKENS))
     quantised = None
     if source.decoded and is_plain(hf_dir):
@@ -128,7 +131,7 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         phase: {tap: value[spans[phase]] for tap, value in reference.items()} for phase in PHASES
     }
 
-    heard = oracle.run_audio() if "audio" in config.engines else {}
+    heard = hearing.run_audio() if hearing else {}
     programs = {
         phase: Program.load(engine_dir / entry.program)
         for phase, entry in config.engines.items()
@@ -146,7 +149,7 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         chosen = {phase: programs[phase] for phase in programs if phase in (*phases, "audio")}
         executor = TapExecutor(config, chosen, bound, promote)
         engine = Engine(config, executor, gathered)
-        rows, differences = _listen(engine, oracle, heard) if heard else (None, {})
+        rows, differences = _listen(engine, hearing, heard) if hearing else (None, {})
         seen = observe(engine, ids, split, oracle_module.canonical, rows)
         scores = {phase: score(values, expected[phase]) for phase, values in seen.items()}
         return scores, differences
@@ -181,7 +184,7 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
 
 
 def _listen(
-    engine: Engine, oracle: Any, expected: Mapping[str, torch.Tensor]
+    engine: Engine, oracle: HearingReference, expected: Mapping[str, torch.Tensor]
 ) -> tuple[AudioRows | None, dict[str, Difference]]:
     """Rows of the oracle's sample for the text engines, and how far the audio engine's taps are."""
     encoder = AudioEncoder(engine)

@@ -12,9 +12,11 @@ from converters.checkpoint.source import SourceCheckpoint
 from converters.dots3 import export as dots3_export
 from converters.family import Family
 from converters.qwen38 import export as qwen38_export
+from plugins.support.contract import Contract
 from plugins.support.errors import InputError
 
-_ALL: tuple[Family, ...] = (qwen38.FAMILY, dots3.FAMILY, voxtral.FAMILY)
+_FAMILY: Contract[Family] = Contract.of(Family)
+_ALL = tuple(_FAMILY.require(each) for each in (qwen38.FAMILY, dots3.FAMILY, voxtral.FAMILY))
 # Hugging Face `model_type` -> family.
 FAMILIES: dict[str, Family] = {kind: family for family in _ALL for kind in family.model_types}
 # Family -> its Hugging Face layout, for the ones that can be exported.

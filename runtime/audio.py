@@ -11,6 +11,7 @@ from plugins.support.errors import UsageError
 from runtime.audio_rows import AudioRows
 from runtime.contract import AudioEmbedding, TensorSpec
 from runtime.engine import Engine
+from runtime.executors import HEARING
 
 Encode = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -23,7 +24,8 @@ class AudioEncoder:
     Args:
         engine: opened.
 
-    Raises UsageError when the engine directory has no audio engine.
+    Raises UsageError when the engine directory has no audio engine, CapabilityError for an executor
+    that cannot run one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -36,7 +38,7 @@ class AudioEncoder:
                 expected="an audio engine, as Voxtral has",
                 found=", ".join(engine.config.engines),
             )
-        self._executor = engine.executor
+        self._executor = HEARING.require(engine.executor)
         self._states = entry.of_kind("state")
         rows = next(tensor for tensor in entry.outputs if tensor.name == _ROWS)
         self._width, self._dtype = rows.shape[-1], BY_NAME[rows.dtype].torch

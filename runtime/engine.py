@@ -19,7 +19,7 @@ from runtime.contract import (
     check_files,
     read_config,
 )
-from runtime.executors import Executor
+from runtime.executors import EXECUTOR, Executor
 from runtime.executors.select import open_executor
 from runtime.host_inputs import HostInput, open_host_inputs
 from runtime.rows import Row
@@ -47,7 +47,7 @@ class Engine:
         notices: Sequence[str] = (),
     ) -> None:
         self.config = config
-        self.executor = executor
+        self.executor = EXECUTOR.require(executor)
         self.reason = reason
         self.notices = tuple(notices)
         self.path = path

@@ -355,7 +355,7 @@ class Scheduler:
                 states[index] = job.drafts
                 next_ids[index] = job.tokens[row.start + 1 : job.cached + 1]
         if any(states):
-            self._drafter.follow(first, states, next_ids, self._engine.executor.output(HIDDEN))
+            self._drafter.follow(first, states, next_ids)
 
     def _take(self, job: Job, sampled: Sampled) -> None:
         """Add one token to a job and end the job if that was its last."""

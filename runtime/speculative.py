@@ -21,6 +21,7 @@ import torch
 from plugins.support.errors import UsageError
 from runtime.contract import HIDDEN, TOKEN_BLOCK, EngineConfig
 from runtime.engine import Engine
+from runtime.executors import DRAFTING
 from runtime.requests import GenerationRequest
 from runtime.rows import Row
 
@@ -83,10 +84,13 @@ class Drafter:
     Args:
         engine: opened, with a draft engine.
         count: drafts per step.
+
+    Raises CapabilityError for an executor that lets no draft engine follow.
     """
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine
+        self._outputs = DRAFTING.require(engine.executor)
         self.count = count
 
     def follow(
@@ -94,16 +98,16 @@ class Drafter:
         first: int,
         states: Sequence[DraftState | None],
         next_ids: Sequence[Sequence[int]],
-        hidden: torch.Tensor,
     ) -> None:
-        """Read what the text model has read; leaves each sequence its first draft.
+        """Read what the text model has read in its last call; leaves each sequence its first draft.
 
         Args:
             first: first slot of the range; None in `states` is a padding slot.
             states: per slot of the range.
             next_ids: per slot, at each new position the token after it.
-            hidden: [slots, S, H], the text model's hidden states at the new positions.
         """
+        # [slots, S, H], the text model's hidden states at the new positions.
+        hidden = self._outputs.output(HIDDEN)
         rows = [
             Positions(ids, hidden[i, : len(ids)], state.cached, state.guessed) if state else None
             for i, (state, ids) in enumerate(zip(states, next_ids, strict=True))
@@ -145,7 +149,7 @@ class Drafter:
         logits = self._engine.executor.step("draft", first, inputs)
         vocab = self._engine.config.vocab_size
         drafts: list[int] = logits[:, 0, :vocab].argmax(dim=-1).tolist()
-        output = self._engine.executor.output(NEXT_HIDDEN)
+        output = self._outputs.output(NEXT_HIDDEN)
         return drafts, output[range(len(rows)), last].clone()
 
 
@@ -203,6 +207,7 @@ def draft_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
         )
     most = min(engine.config.chunk_tokens, engine.config.max_logits_rows)
     parts = []
+    outputs = DRAFTING.require(engine.executor)
     with engine.claim(), torch.inference_mode():
         engine.executor.begin(0)
         poisoned = True
@@ -211,7 +216,7 @@ def draft_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
                 following = list(ids[start + 1 : start + 1 + most])
                 count = len(following)
                 engine.step("context", 0, [Row(ids, start, count)])
-                hidden = engine.executor.output(HIDDEN)[0, :count]
+                hidden = outputs.output(HIDDEN)[0, :count]
                 columns = -(-count // TOKEN_BLOCK) * TOKEN_BLOCK
                 inputs = _inputs([Positions(following, hidden, start)], columns, [range(count)])
                 logits = engine.executor.step("draft", 0, inputs)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from converters.dots3.config import canonical_name
+from converters.reference import TEXT_MODEL
 
 SELECTED_TOKENS = "selected_tokens"
 
@@ -60,9 +61,10 @@ class Oracle:
     def __init__(self, hf_dir: Path, dtype: str = "float32") -> None:
         from transformers import Dots3NoteForCausalLM
 
-        self.model = Dots3NoteForCausalLM.from_pretrained(
+        loaded = Dots3NoteForCausalLM.from_pretrained(
             hf_dir, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        )
+        self.model = TEXT_MODEL.require(loaded).eval()
         # Correction biases of the routers are buffers: they stay float32, as in the conversion.
         _round(self.model, dtype)
 

@@ -18,6 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from converters.reference import TEXT_MODEL
+
 SELECTED_BLOCKS = "selected_blocks"
 
 
@@ -65,7 +67,8 @@ class Oracle:
         self._tie_rule: Callable[[], AbstractContextManager[Any]] = (
             LowestIdWins if lowest_id_wins else nullcontext
         )
-        self.model = Qwen4ExpForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
+        loaded = Qwen4ExpForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+        self.model = TEXT_MODEL.require(loaded).eval()
         if dtype != "float32":
             kept = _float32_names(hf_dir)
             with torch.no_grad():

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from converters.checkpoint.source import SourceCheckpoint
+from converters.reference import HEARING_MODEL, STREAMING_MODEL
 from converters.voxtral.config import VoxtralCheckpointConfig, plan_config
 
 # Tokens beside those of the audio, and audio tokens of the realtime sample.
@@ -40,7 +41,8 @@ class Oracle:
         source = SourceCheckpoint.open(hf_dir)
         self._config = plan_config(source, "float32")
         self._realtime = self._config.voxtral.realtime
-        self.model = _load(source, self._config)
+        contract = STREAMING_MODEL if self._realtime else HEARING_MODEL
+        self.model = contract.require(_load(source, self._config))
         rounded = getattr(torch, dtype)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
+from plugins.support.contract import Contract
 from runtime.contract import Phase
 
 
@@ -48,8 +49,12 @@ class Executor(Protocol):
             states of the range are those after the call.
         """
 
-    def output(self, name: str) -> torch.Tensor:
-        """A further output of the last `step`, on `device`, valid until the next one."""
+    def close(self) -> None:
+        """Free engines and memory."""
+
+
+class HearingExecutor(Protocol):
+    """The side of an executor that runs an audio engine."""
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the audio engine once, beside and independent of `step`.
@@ -61,5 +66,21 @@ class Executor(Protocol):
             Every output, on `device`, the caller's to keep.
         """
 
-    def close(self) -> None:
-        """Free engines and memory."""
+
+class DraftingExecutor(Protocol):
+    """The side of an executor that lets a draft engine follow the text engines.
+
+    Attributes:
+        supports_drafts: that it does; a method alone could be a leftover.
+    """
+
+    @property
+    def supports_drafts(self) -> Literal[True]: ...
+
+    def output(self, name: str) -> torch.Tensor:
+        """A further output of the last `step`, on `device`, valid until the next one."""
+
+
+EXECUTOR: Contract[Executor] = Contract.of(Executor)
+HEARING: Contract[HearingExecutor] = Contract.of(HearingExecutor)
+DRAFTING: Contract[DraftingExecutor] = Contract.of(DraftingExecutor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,7 @@ class InterpreterExecutor:
         device: CPU or CUDA device.
     """
 
+    supports_drafts: Literal[True] = True
     name = "interpreter"
 
     def __init__(self, config: EngineConfig, engine_dir: Path, device: torch.device) -> None:
@@ -70,12 +72,12 @@ class InterpreterExecutor:
         return outputs["logits"]
 
     def output(self, name: str) -> torch.Tensor:
-        """See `Executor.output`."""
+        """See `DraftingExecutor.output`."""
         return self._outputs[name]
 
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `Executor.encode`."""
+        """See `HearingExecutor.encode`."""
         bound = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         with self._encoding:
             outputs = self._interpreters["audio"].run(bound)

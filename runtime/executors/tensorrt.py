@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,6 +48,7 @@ class TensorRTExecutor:
     engine's tensors are not those of the configuration.
     """
 
+    supports_drafts: Literal[True] = True
     name = "tensorrt"
 
     def __init__(
@@ -125,11 +126,11 @@ class TensorRTExecutor:
         return logits
 
     def output(self, name: str) -> torch.Tensor:
-        """See `Executor.output`."""
+        """See `DraftingExecutor.output`."""
         return self._outputs[name]
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `Executor.encode`."""
+        """See `HearingExecutor.encode`."""
         if self._audio is None:
             raise CapabilityError("the engine directory has no audio engine")
         return self._audio.run(inputs)

@@ -12,7 +12,9 @@ from safetensors.numpy import load_file
 from plugins.ngram import row_ids
 from runtime.contract import EngineConfig, read_config
 from runtime.engine import Engine
+from runtime.executors import EXECUTOR
 from runtime.host_inputs import open_host_inputs
+from tests.fixtures.handmade import made
 from tests.runtime.engines import CONSTANTS, TABLE, write_engine
 from tests.runtime.language import LanguageExecutor, logits_of
 
@@ -59,4 +61,6 @@ def answer(embed: Embed) -> Answer:
 
 @pytest.fixture
 def engine(engine_dir: Path, config: EngineConfig) -> Engine:
-    return Engine(config, LanguageExecutor(config), open_host_inputs(config, engine_dir))
+    return Engine(
+        config, made(EXECUTOR, LanguageExecutor, config), open_host_inputs(config, engine_dir)
+    )

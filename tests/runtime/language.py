@@ -148,8 +148,5 @@ class LanguageExecutor:
         self._memory.commit(first, count)
         return logits
 
-    def output(self, name: str) -> torch.Tensor:
-        raise KeyError(name)
-
     def close(self) -> None:
         pass

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from plugins.support.errors import CapabilityError, UsageError
 from runtime.contract import EngineConfig, Phase
 from runtime.engine import Engine
+from runtime.executors import EXECUTOR
 from runtime.host_inputs import open_host_inputs
 from runtime.requests import GenerationRequest, QueueFullError, TokenEvent
 from runtime.rows import Row
 from runtime.sampling import SamplingParams
 from runtime.session import GenerationHandle, Session, prompt_logits
+from tests.fixtures.handmade import made
 from tests.runtime.conftest import Answer, Embed
 from tests.runtime.engines import VOCAB
 from tests.runtime.language import POISON, LanguageExecutor, logits_of
@@ -88,7 +90,7 @@ _actions = st.lists(
 def test_random_arrivals_and_cancellations(
     engine_dir: Path, config: EngineConfig, answer: Answer, actions: list[tuple]
 ) -> None:
-    executor = LanguageExecutor(config)
+    executor = made(EXECUTOR, LanguageExecutor, config)
     engine = Engine(config, executor, open_host_inputs(config, engine_dir))
     handles: list[tuple[GenerationHandle, list[int], int, bool]] = []
     deadlines: dict[int, list[GenerationHandle]] = {}
@@ -198,7 +200,7 @@ def test_neighbouring_prompts_share_a_call(engine: Engine) -> None:
 def test_a_call_has_at_most_max_num_tokens(engine_dir: Path, config: EngineConfig) -> None:
     limits = config.build_config.model_copy(update={"max_num_tokens": 2 * 64})
     small = config.model_copy(update={"build_config": limits})
-    executor = LanguageExecutor(small)
+    executor = made(EXECUTOR, LanguageExecutor, small)
     engine = Engine(small, executor, open_host_inputs(small, engine_dir))
     with Session(engine, threaded=False) as session:
         for length in (10, 20, 64, 30):
@@ -248,7 +250,7 @@ def test_failing_call_ends_its_requests_only(
     def long_prompt(phase: Phase, inputs: Mapping[str, torch.Tensor]) -> bool:
         return phase == "context" and int(inputs["new_lengths"].max()) > 50
 
-    executor = LanguageExecutor(config, fail_when=long_prompt)
+    executor = made(EXECUTOR, LanguageExecutor, config, fail_when=long_prompt)
     engine = Engine(config, executor, open_host_inputs(config, engine_dir))
     short, long = _prompt(6), _prompt(60)
     with Session(engine) as session:
@@ -270,7 +272,7 @@ def test_executor_that_cannot_recover_ends_everything_without_hanging(
         def end(self, slot: int, poisoned: bool = False) -> None:
             raise RuntimeError("the context is lost")
 
-    executor = Dead(config, fail_when=lambda phase, inputs: phase == "generation")
+    executor = made(EXECUTOR, Dead, config, fail_when=lambda phase, inputs: phase == "generation")
     engine = Engine(config, executor, open_host_inputs(config, engine_dir))
     session = Session(engine)
     with session._wake:
@@ -294,7 +296,7 @@ def test_slot_that_cannot_be_prepared_ends_one_request(
                 self.refuse = False
                 raise RuntimeError("no memory to clear")
 
-    executor = Stubborn(config)
+    executor = made(EXECUTOR, Stubborn, config)
     engine = Engine(config, executor, open_host_inputs(config, engine_dir))
     with Session(engine, threaded=False) as session:
         handles = [session.submit(GenerationRequest(_prompt(5), 5)) for _ in range(3)]
@@ -314,7 +316,7 @@ def test_request_that_arrives_while_the_engine_dies_is_told(
                 late.append(session.submit(GenerationRequest(_prompt(4), 3)))
             raise RuntimeError("the context is lost")
 
-    executor = Dying(config, fail_when=lambda phase, inputs: True)
+    executor = made(EXECUTOR, Dying, config, fail_when=lambda phase, inputs: True)
     engine = Engine(config, executor, open_host_inputs(config, engine_dir))
     session = Session(engine)
     first = session.submit(GenerationRequest(_prompt(5), 5))
@@ -476,7 +478,7 @@ def test_language_notices_a_stale_state_and_a_lost_context(
         def begin(self, slot: int) -> None:
             self.occupied.add(slot)
 
-    engine = Engine(config, Careless(config), open_host_inputs(config, engine_dir))
+    engine = Engine(config, made(EXECUTOR, Careless, config), open_host_inputs(config, engine_dir))
     assert torch.equal(prompt_logits(engine, prompt), right)
     assert not torch.equal(prompt_logits(engine, prompt), right)
 
@@ -495,5 +497,7 @@ def test_language_notices_a_stale_state_and_a_lost_context(
             ]
             return super().step(phase, first, cut)
 
-    forgetful = Forgetful(config, LanguageExecutor(config), open_host_inputs(config, engine_dir))
+    forgetful = Forgetful(
+        config, made(EXECUTOR, LanguageExecutor, config), open_host_inputs(config, engine_dir)
+    )
     assert not torch.equal(prompt_logits(forgetful, prompt, 7), right)
