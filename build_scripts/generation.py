@@ -184,6 +184,10 @@ def _generate(
     reason = None
 
     def show(piece: str) -> None:
+        if piece and not any(parts):
+            # What the text has to wait for, beginning with the audio at hand.
+            waited = time.perf_counter() - start + timings.get("audio_s", 0.0)
+            timings["first_text_s"] = waited
         parts.append(piece)
         if stream:
             sys.stdout.write(piece)
@@ -210,6 +214,8 @@ def _generate(
     timings["generate_s"] = time.perf_counter() - start
     if stream:
         sys.stdout.write("\n")
+    if request.audio is not None and "first_text_s" in timings:
+        output.say(f"first text after {timings['first_text_s']:.3f} s, with the audio at hand")
     text = "".join(parts) if detokenizer is not None else ""
     result: dict[str, Any] = {"output_ids": output_ids, "text": text, "finish_reason": reason}
     if "draft" in engine.config.engines:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from plugins.attention import Allowlist, Component, Row
 from plugins.trt.types import Flavor
 
-_ADVICE = "compare its first answers with those of --executor interpreter --device cpu"
+_ADVICE = "compare its first answers with --executor interpreter --device cpu"
 _ENGINES: tuple[tuple[Flavor, str], ...] = (
-    ("tensorrt_rtx", f"was built and inspected, but has not run on a GPU yet; {_ADVICE}"),
-    ("tensorrt", f"has neither been built nor run yet; {_ADVICE}"),
+    ("tensorrt_rtx", f"was built, but has not run on a GPU yet: {_ADVICE}"),
+    ("tensorrt", f"has neither been built nor run yet: {_ADVICE}"),
 )
-_CUDA = f"has not been run yet; {_ADVICE}"
+_CUDA = f"has not been run yet: {_ADVICE}"
 
 
 def allowlist(model: str, components: Sequence[Component], *, ran_on_cuda: bool) -> Allowlist:

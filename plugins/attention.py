@@ -47,7 +47,7 @@ class Choice:
     flavor: Flavor
 
     def __str__(self) -> str:
-        return f"{self.implementation} on {self.device}, networks of {self.flavor}"
+        return f"{self.implementation} on {self.device} ({self.flavor})"
 
 
 class Row(BaseModel):

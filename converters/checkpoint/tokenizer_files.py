@@ -50,6 +50,8 @@ class TokenizerFiles:
                 read_json_object(path, path.name)
         if main[0].name == "tokenizer.json":
             _check(main[0], vocab_size)
+        elif main[0].name == "tekken.json":
+            _check_tekken(main[0], vocab_size)
         return cls((*main, *others))
 
     def copy_to(self, directory: Path) -> None:
@@ -68,6 +70,23 @@ def _check(path: Path, vocab_size: int) -> None:
             "the tokenizer cannot be loaded", where=str(path), found=str(error)
         ) from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    _check_largest(path, largest, vocab_size)
+
+
+def _check_tekken(path: Path, vocab_size: int) -> None:
+    config = read_json_object(path, path.name).get("config")
+    size = config.get("default_vocab_size") if isinstance(config, dict) else None
+    if type(size) is not int:
+        raise InputError(
+            "the tokenizer does not say how many ids it has",
+            where=f"{path}: config.default_vocab_size",
+            expected="a number of ids",
+            found=repr(size),
+        )
+    _check_largest(path, size - 1, vocab_size)
+
+
+def _check_largest(path: Path, largest: int, vocab_size: int) -> None:
     if largest >= vocab_size:
         raise InputError(
             "the tokenizer gives token ids that the model has no embedding for",

@@ -27,6 +27,11 @@ _FRAMES_PER_POSITION = 2
 # The file has no id for the placeholder in Mistral's layout; it is fixed by the tokenizer.
 _AUDIO_TOKEN = 24
 _REALTIME_MEL_CEILING = 1.5
+# Of the encoder's norms; no file of the released models says it.
+_EPSILON = 1e-5
+_TEKKEN = "tekken.json"
+# Of the released realtime model: 480 ms.
+_DELAY_TOKENS = 6
 
 _IGNORED_TOP = (
     "architectures",
@@ -159,11 +164,20 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> VoxtralCheckpo
     where = str(source.config_file)
     if source.layout == "mistral":
         realtime = mistral_model_type(source.config) == REALTIME
-        text, audio, audio_token, delay = _read_mistral(source.config, where, realtime)
+        text, audio, audio_token = _read_mistral(source.config, where, realtime)
+        delay = _mistral_delay(source, where) if realtime else None
     else:
         realtime = source.config.get("model_type") == REALTIME
         text, audio, audio_token, delay = _read_huggingface(source, where, realtime)
     _check(text, audio, audio_token, where)
+    if delay is not None and _tokenizer_delay(source) not in (None, delay):
+        raise InputError(
+            "the configuration and the tokenizer name different delays of the text",
+            where=where,
+            expected=f"{_tokenizer_delay(source)} tokens, as {_TEKKEN} says",
+            found=f"{delay} tokens",
+            fix="make both the delay that the model is to have",
+        )
     table: Literal["file", "generated", "rotary"] = "rotary"
     if not realtime:
         table = "generated" if source.layout == "mistral" else "file"
@@ -265,6 +279,31 @@ def _read_huggingface(
     return text, audio, audio_token, delay
 
 
+def _tokenizer_delay(source: SourceCheckpoint) -> int | None:
+    """Tokens that the text lags behind the audio as the tokenizer says; None when it does not."""
+    audio = (source.optional_json(_TEKKEN) or {}).get("audio")
+    return _delay_tokens(audio, f"{source.directory / _TEKKEN}: audio")
+
+
+def _delay_tokens(block: object, where: str) -> int | None:
+    """The delay in tokens of a block that may name one in milliseconds.
+
+    Raises InputError for one that is no whole number of tokens.
+    """
+    if not isinstance(block, Mapping) or block.get("transcription_delay_ms") is None:
+        return None
+    delay, rate = block["transcription_delay_ms"], block.get("frame_rate")
+    tokens = delay * rate / 1000 if type(delay) is int and isinstance(rate, int | float) else 0.5
+    if tokens < 1 or tokens != int(tokens):
+        raise InputError(
+            "the delay of the text is no whole number of tokens",
+            where=f"{where}.transcription_delay_ms",
+            expected="a multiple of 1000 / frame_rate",
+            found=f"{delay!r} at frame_rate {rate!r}",
+        )
+    return int(tokens)
+
+
 def _theta(keys: KeyReader) -> float:
     """`rope_parameters.rope_theta` wins over `rope_theta`; one of them must be there."""
     keys.rely_on_if_present("rope_scaling", None, "scaled position encodings are not implemented")
@@ -322,7 +361,7 @@ def _huggingface_audio(keys: KeyReader, realtime: bool, factor: int | None) -> A
     keys.rely_on("activation_function", "gelu", "convolutions and MLP use the exact GELU")
     keys.rely_on_if_present("num_key_value_heads", heads, "every head has its own keys")
     theta = window = positions = None
-    epsilon = 1e-5
+    epsilon = _EPSILON
     if realtime:
         keys.choice("model_type", ["voxtral_realtime_encoder"])
         keys.rely_on("hidden_act", "silu", "the encoder's MLP is a SwiGLU")
@@ -364,7 +403,7 @@ def _huggingface_audio(keys: KeyReader, realtime: bool, factor: int | None) -> A
 
 def _read_mistral(
     params: Mapping[str, Any], where: str, realtime: bool
-) -> tuple[_Text, AudioConfig, int | None, int | None]:
+) -> tuple[_Text, AudioConfig, int | None]:
     top = KeyReader(params, where)
     args = top.table("multimodal").table("whisper_model_args")
     factor = args.table("downsample_args").integer("downsample_factor")
@@ -399,8 +438,14 @@ def _read_mistral(
         eos=[2],
     )
     top.finish()
-    delay = 6 if realtime else None
-    return text, audio, None if realtime else _AUDIO_TOKEN, delay
+    return text, audio, None if realtime else _AUDIO_TOKEN
+
+
+def _mistral_delay(source: SourceCheckpoint, where: str) -> int:
+    """Of `params.json`, of the tokenizer, or of the released model, whichever says it first."""
+    encoder = source.config["multimodal"]["whisper_model_args"]["encoder_args"]
+    own = _delay_tokens(encoder["audio_encoding_args"], f"{where}: audio_encoding_args")
+    return own or _tokenizer_delay(source) or _DELAY_TOKENS
 
 
 def _mistral_window(keys: KeyReader, value: object) -> int:
@@ -437,13 +482,13 @@ def _mistral_audio(
         keys.rely_on("ffn_type", "swiglu", "the encoder's MLP")
         keys.rely_on("norm_type", "rms_norm", "the encoder's norms")
         keys.rely_on("use_biases", True, "queries, values, outputs and down projections have one")
-        keys.ignore("norm_eps")
+        keys.rely_on_if_present("norm_eps", _EPSILON, "the encoder's norms")
         theta = keys.positive_number("rope_theta")
         window = _mistral_window(keys, values.get("sliding_window"))
         mel.rely_on_if_present("chunk_length_s", None, "a stream has no chunks")
         mel.rely_on_if_present("transcription_format", "streaming", "the realtime model")
+        mel.rely_on_if_present("global_log_mel_max", _REALTIME_MEL_CEILING, "the front end's range")
         mel.ignore(
-            "global_log_mel_max",
             "transcription_delay_ms",
             "streaming_look_ahead_ms",
             "streaming_look_back_ms",
@@ -464,7 +509,7 @@ def _mistral_audio(
         num_attention_heads=heads,
         head_size=head,
         intermediate_size=inner,
-        norm_epsilon=1e-5,
+        norm_epsilon=_EPSILON,
         num_mel_bins=mels,
         max_source_positions=positions,
         sliding_window=window,

@@ -96,8 +96,16 @@ def test_a_stream(command: Command, realtime_engine: Path, tmp_path: Path) -> No
     done = command(*arguments, 300)
     assert (done.json["output_ids"], done.json["finish_reason"]) == (HEARD, "stop")
     assert command(*arguments, 5).json["output_ids"] == HEARD[:5]
-    longer = written(tmp_path, {"task": "transcribe", "audio": str(KNOWN[1].path), "delay_ms": 80})
-    assert command("run", realtime_engine, "--request", longer, "--json").code == 0
+    task = {"task": "transcribe", "audio": str(KNOWN[1].path)}
+    same = written(tmp_path, task | {"delay_ms": 480})
+    done = command("run", realtime_engine, "--request", same, "--json")
+    assert done.json["output_ids"] == HEARD[:32]
+    # The text is there no later than all of it, and not before its first id.
+    times = done.json["timings"]
+    assert times["first_token_s"] <= times["first_text_s"] <= times["audio_s"] + times["generate_s"]
+    other = written(tmp_path, task | {"delay_ms": 80})
+    refused = command("run", realtime_engine, "--request", other)
+    assert refused.code == 2 and "built for another delay" in refused.err
     ids = tmp_path / "ids"
     ids.write_text(" ".join(map(str, [1, *[32] * 38])))
     arguments = ("--audio", KNOWN[1].path, "--ids-file", ids, "--max-new-tokens", 300, "--json")

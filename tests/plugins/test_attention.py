@@ -72,9 +72,8 @@ def test_one_notice_per_process_with_the_rows_own_words() -> None:
         row("decoder", GPU, "was added yesterday"), row("audio_encoder", GPU, "is a guess")
     )
     assert both.notices(ALL, GPU) == [
-        "model, audio_encoder: attention by tensorrt on cuda, networks of tensorrt_rtx is a guess",
-        "model, decoder: attention by tensorrt on cuda, networks of tensorrt_rtx "
-        "was added yesterday",
+        "model, audio_encoder: attention by tensorrt on cuda (tensorrt_rtx) is a guess",
+        "model, decoder: attention by tensorrt on cuda (tensorrt_rtx) was added yesterday",
     ]
     assert both.notices(ALL, GPU) == []
     other = Allowlist(model="other", rows=both.rows)

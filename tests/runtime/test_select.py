@@ -161,7 +161,7 @@ def test_one_message_for_what_is_not_permitted(
     assert error.what == "the attention of language has no such implementation"
     assert error.where == "decoder"
     assert error.expected == allowed
-    assert error.found == f"{found}, networks of tensorrt_rtx"
+    assert error.found == f"{found} (tensorrt_rtx)"
     assert error.fix
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from triton_repo.frontend.language import LanguageMark
 from triton_repo.frontend.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -25,7 +26,8 @@ class Detokenizer:
         tokenizer: decodes ids.
         context_ids: the prompt, or at least its last 16 ids; its text is never emitted, but a
             character that it begins and the first generated ids complete is.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: leave special tokens out of the text, and the language that a model
+            may write in front of a transcription.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        marked = skip_special_tokens and tokenizer.marks_language(context_ids)
+        self._mark = LanguageMark() if marked else None
         self._pending: list[int] = []
         for size in range(CONTEXT_IDS, MAX_CONTEXT_IDS + 1):
             self._context = list(context_ids[-size:])
@@ -46,17 +50,20 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """The text that became certain with this id; often empty."""
+        text = self._feed(token_id)
+        return self._mark.feed(text) if self._mark else text
+
+    def flush(self) -> str:
+        """What is left at the end; an incomplete character becomes U+FFFD."""
+        text = self._emit(self._decode(self._context + self._pending)) if self._pending else ""
+        return self._mark.feed(text) + self._mark.flush() if self._mark else text
+
+    def _feed(self, token_id: int) -> str:
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         if text.endswith(REPLACEMENT):
             return self._split_long_window() if len(self._pending) > LONG_WINDOW else ""
         return self._emit(text)
-
-    def flush(self) -> str:
-        """What is left at the end; an incomplete character becomes U+FFFD."""
-        if not self._pending:
-            return ""
-        return self._emit(self._decode(self._context + self._pending))
 
     def _emit(self, text: str) -> str:
         shared = len(self._shown) if text.startswith(self._shown) else _common(self._shown, text)

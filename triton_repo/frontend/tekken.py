@@ -45,6 +45,7 @@ class TekkenTokenizer:
         self.truncation_side = "right"
         self.max_chars_per_token = max(map(len, self._tokenizer.vocab()), default=1)
         self.chat_template: str | None = None
+        self._transcribe_id = self.token_id("[TRANSCRIBE]")
         self.special_tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
     def encode(self, text: str, add_special_tokens: bool, want_offsets: bool) -> Encoding:
@@ -65,3 +66,7 @@ class TekkenTokenizer:
             return int(self._tokenizer.get_special_token(token))
         except ValueError:
             return None
+
+    def marks_language(self, prompt_ids: Sequence[int]) -> bool:
+        """After the sign of a transcription."""
+        return len(prompt_ids) > 0 and prompt_ids[-1] == self._transcribe_id

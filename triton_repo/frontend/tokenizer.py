@@ -63,6 +63,9 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None:
         """The id of a token by its string; None when the vocabulary has no such token."""
 
+    def marks_language(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the answer to this prompt may begin with `lang:xx`, which is none of it."""
+
 
 class ByteTokenizer:
     """One id per UTF-8 byte (0 to 255), then end, padding and one placeholder per modality."""
@@ -108,6 +111,10 @@ class ByteTokenizer:
         """The id of a special token by name."""
         return self.NAMED.get(token)
 
+    def marks_language(self, prompt_ids: Sequence[int]) -> bool:
+        """Never."""
+        return False
+
 
 class Facts(BaseModel):
     """What a tokenizer knows besides its vocabulary; `FACTS_FILE` of a compiled tokenizer."""
@@ -137,6 +144,10 @@ class _WithFacts:
         self.max_chars_per_token = facts.max_chars_per_token
         self.chat_template = facts.chat_template
         self.special_tokens = facts.special_tokens
+
+    def marks_language(self, prompt_ids: Sequence[int]) -> bool:
+        """Never."""
+        return False
 
 
 class FastTokenizer(_WithFacts):

@@ -18,6 +18,7 @@ from converters.checkpoint.convert import convert
 from converters.registry import read_checkpoint_config
 from converters.voxtral.config import VoxtralCheckpointConfig
 from plugins.support.errors import InputError
+from tests.fixtures.tekken import write_tekken
 from tests.fixtures.voxtral_deterministic import write_huggingface, write_mistral
 
 FILES = {
@@ -174,6 +175,8 @@ MISTRAL_STREAM: list[tuple[str, Any]] = [
     (f"{AUDIO}.sliding_window", 0),
     (f"{MEL}.chunk_length_s", 30.0),
     (f"{MEL}.transcription_format", "instruct"),
+    (f"{MEL}.global_log_mel_max", 2.0),
+    (f"{AUDIO}.norm_eps", 1e-6),
 ]
 PRECONDITIONS = [
     (layout, realtime, path, value)
@@ -350,3 +353,39 @@ def test_the_position_table_stays_float32(bend: Callable[[str, bool], Bend]) -> 
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}
     stored = load_file(bent.weights_file)["audio_tower.embed_positions.weight"]
     assert torch.equal(table, stored)
+
+
+def _tokenizer(directory: Path, **changes: Any) -> None:
+    path = write_tekken(directory, realtime=True)
+    document = json.loads(path.read_text())
+    document["audio"] |= changes
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("layout", FILES)
+def test_the_delay_is_said_once_or_twice_the_same(
+    bend: Callable[[str, bool], Bend], layout: str
+) -> None:
+    bent = bend(layout, True)
+    assert bent.convert()[0].voxtral.default_num_delay_tokens == 6
+    _tokenizer(bent.directory)
+    assert bent.convert()[0].voxtral.default_num_delay_tokens == 6
+    _tokenizer(bent.directory, transcription_delay_ms=960)
+    if layout == "mistral":
+        # Only the tokenizer says it there, unless `params.json` does.
+        assert bent.convert()[0].voxtral.default_num_delay_tokens == 12
+        bent.config(put(f"{MEL}.transcription_delay_ms", 480))
+    message = bent.refused()
+    assert "different delays" in message and "12 tokens" in message and "6 tokens" in message
+    _tokenizer(bent.directory, transcription_delay_ms=500)
+    assert "no whole number of tokens" in bent.refused()
+
+
+@every_kind
+def test_a_tokenizer_with_more_ids_than_the_embedding(
+    bend: Callable[[str, bool], Bend], layout: str, realtime: bool
+) -> None:
+    bent = bend(layout, realtime)
+    write_tekken(bent.directory, ("la", "ng", "en", " the", "he", "in"), realtime=realtime)
+    message = bent.refused()
+    assert "token ids that the model has no embedding for" in message and "301" in message

@@ -30,6 +30,10 @@ _POWER_FLOOR = 1e-10
 _LOG_FLOOR = -10.0
 # Frames transformed together: their spectra stay in the second-level cache.
 _BLOCK_FRAMES = 512
+# Neighbouring filters that are applied with one product.
+_BAND_FILTERS = 32
+# Samples looked at first in the search for the last sound.
+_SILENCE_BLOCK = 1 << 10
 _DYNAMIC_RANGE = 8.0
 # Slaney's scale: linear up to 1 kHz, then 27 steps per factor of 6.4.
 _LINEAR_HZ_PER_MEL = 200.0 / 3.0
@@ -87,28 +91,65 @@ def _window(n_fft: int) -> Array:
     return (0.5 - 0.5 * np.cos(2.0 * np.pi * k / n_fft)).astype(np.float32)
 
 
-def _log_power(framed: Array, spec: MelSpec) -> Array:
-    """log10 mel power of samples already padded for their frames, float32 [frames, n_mels]."""
+@lru_cache(maxsize=8)
+def _bands(spec: MelSpec) -> tuple[tuple[slice, slice, Array], ...]:
+    """The filter bank in bands of neighbouring filters: (bins, filters, [filters, bins]).
+
+    A filter covers few bins, so that a band's product has a quarter of the multiplications.
+    """
+    filters = mel_filters(spec)
+    bands = []
+    for first in range(0, spec.n_mels, _BAND_FILTERS):
+        band = slice(first, min(first + _BAND_FILTERS, spec.n_mels))
+        used = np.flatnonzero(filters[:, band].any(axis=1))
+        # A bank with more filters than bins has filters without any.
+        bins = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
+        bands.append((bins, band, np.ascontiguousarray(filters[bins, band].T)))
+    return tuple(bands)
+
+
+def _scaled(log10: float) -> float:
+    """The last step of the definition."""
+    return (log10 + 4.0) * 0.25
+
+
+def _write_frames(framed: Array, spec: MelSpec, out: Array) -> None:
+    """(log10 mel power + 4) / 4 of samples already padded for their frames.
+
+    Args:
+        framed: float32 [(frames - 1) * hop + n_fft].
+        spec: geometry.
+        out: [n_mels, frames]; at the floor it may be below the floor by a rounding.
+    """
     frames = np.lib.stride_tricks.sliding_window_view(framed, spec.n_fft)[:: spec.hop]
-    window, filters = _window(spec.n_fft), mel_filters(spec)
-    out = np.empty((len(frames), spec.n_mels), dtype=np.float32)
+    window, bands = _window(spec.n_fft), _bands(spec)
+    windowed = np.empty((min(_BLOCK_FRAMES, len(frames)), spec.n_fft), dtype=np.float32)
+    mel = np.empty((spec.n_mels, len(windowed)), dtype=np.float32)
     for start in range(0, len(frames), _BLOCK_FRAMES):
-        block = out[start : start + _BLOCK_FRAMES]
-        spectrum = fft.rfft(frames[start : start + _BLOCK_FRAMES] * window, axis=-1)
+        count = min(_BLOCK_FRAMES, len(frames) - start)
+        np.multiply(frames[start : start + count], window, out=windowed[:count])
+        spectrum = fft.rfft(windowed[:count], axis=-1)
         power = np.square(spectrum.real)
         power += np.square(spectrum.imag)
-        np.matmul(power, filters, out=block)
+        block = mel[:, :count]
+        for bins, rows, filters in bands:
+            np.matmul(filters, power[:, bins].T, out=block[rows])
         np.maximum(block, np.float32(_POWER_FLOOR), out=block)
         np.log10(block, out=block)
-    return out
+        block += np.float32(4.0)
+        np.multiply(block, np.float32(0.25), out=out[:, start : start + count])
 
 
-def _normalise(log_power: Array, ceiling: float) -> Array:
-    # The second bound undoes the rounding of the logarithm at the floor: silence is exactly -10.
-    np.maximum(log_power, np.float32(max(ceiling - _DYNAMIC_RANGE, _LOG_FLOOR)), out=log_power)
-    log_power += np.float32(4.0)
-    log_power *= np.float32(0.25)
-    return log_power
+def _heard(samples: Array) -> int:
+    """Samples up to the last one that is not zero."""
+    end, size = len(samples), _SILENCE_BLOCK
+    while end > 0:
+        start = max(0, end - size)
+        nonzero = np.flatnonzero(samples[start:end])
+        if len(nonzero):
+            return start + int(nonzero[-1]) + 1
+        end, size = start, 2 * size
+    return 0
 
 
 def log_mel(samples: Array, spec: MelSpec | None = None) -> Array:
@@ -136,23 +177,44 @@ def log_mel(samples: Array, spec: MelSpec | None = None) -> Array:
         )
     half = spec.n_fft // 2
     frames = total // spec.hop
-    nonzero = np.flatnonzero(samples)
-    heard = int(nonzero[-1]) + 1 if len(nonzero) else 0
+    heard = _heard(samples)
     # A frame whose window starts after the last sound is exactly silent, except where the
     # reflection at the end brings sound back.
     sounding = frames if heard > total - spec.n_fft else min(frames, (heard + half) // spec.hop + 1)
-    end = (sounding - 1) * spec.hop + half
-    left = samples[1 : half + 1][::-1]
-    right = samples[total - half - 1 : total - 1][::-1] if end > total else samples[:0]
-    framed = np.concatenate([left, samples[: min(end, total)], right[: max(0, end - total)]])
-    log_power = _log_power(np.ascontiguousarray(framed, dtype=np.float32), spec)
+    out = np.empty((spec.n_mels, frames), dtype=np.float32)
+    loud = out[:, :sounding]
+    _write_sounding(samples, spec, loud)
     ceiling = spec.ceiling
     if ceiling is None:
-        ceiling = max(float(log_power.max()), _LOG_FLOOR)
-    silence = (max(_LOG_FLOOR, ceiling - _DYNAMIC_RANGE) + 4.0) * 0.25
-    out = np.full((spec.n_mels, frames), np.float32(silence), dtype=np.float32)
-    out[:, :sounding] = _normalise(log_power, ceiling).T
+        ceiling = max(float(loud.max()), _scaled(_LOG_FLOOR)) / 0.25 - 4.0
+    out[:, sounding:] = _scaled(_LOG_FLOOR)
+    np.maximum(out, _least(ceiling), out=out)
     return out
+
+
+def _write_sounding(samples: Array, spec: MelSpec, out: Array) -> None:
+    """The first frames of an audio; only those that reach beyond an end copy samples."""
+    half, count = spec.n_fft // 2, out.shape[1]
+    first = min(count, -(-half // spec.hop))
+    last = max(first, min(count, (len(samples) - half) // spec.hop + 1))
+    edges = ((0, first), (last, count))
+    for start, stop in edges:
+        if start < stop:
+            reach = np.arange(start * spec.hop - half, (stop - 1) * spec.hop + half)
+            # Reflected without repeating the sample at the end.
+            reach = np.abs(reach)
+            reach = np.minimum(reach, 2 * (len(samples) - 1) - reach)
+            _write_frames(samples[reach], spec, out[:, start:stop])
+    if first < last:
+        inside = samples[first * spec.hop - half : (last - 1) * spec.hop + half]
+        _write_frames(np.ascontiguousarray(inside, np.float32), spec, out[:, first:last])
+
+
+def _least(ceiling: float) -> np.float32:
+    """Scaled lower end of the dynamic range. The second bound undoes the rounding of the logarithm
+    at the floor: silence is exactly -10.
+    """
+    return np.float32(_scaled(max(ceiling - _DYNAMIC_RANGE, _LOG_FLOOR)))
 
 
 def log_mel_chunks(samples: Array, chunk_samples: int, spec: MelSpec | None = None) -> Array:
@@ -173,9 +235,8 @@ def log_mel_chunks(samples: Array, chunk_samples: int, spec: MelSpec | None = No
     if len(samples) == 0:
         raise InputError("the audio holds no samples", where="samples", expected="at least 1")
     chunks = -(-len(samples) // chunk_samples)
-    padded = np.zeros(chunks * chunk_samples, dtype=np.float32)
-    padded[: len(samples)] = samples
-    mel = log_mel(padded, spec)
+    missing = chunks * chunk_samples - len(samples)
+    mel = log_mel(np.pad(samples, (0, missing)) if missing else samples, spec)
     per_chunk = chunk_samples // spec.hop
     return np.ascontiguousarray(mel.reshape(spec.n_mels, chunks, per_chunk).swapaxes(0, 1))
 
@@ -214,6 +275,8 @@ class StreamingMel:
         if frames == 0:
             return np.zeros((spec.n_mels, 0), dtype=np.float32)
         used = (frames - 1) * spec.hop + spec.n_fft
-        mel = _normalise(_log_power(self._buffer[:used], spec), self._ceiling)
+        mel = np.empty((spec.n_mels, frames), dtype=np.float32)
+        _write_frames(self._buffer[:used], spec, mel)
+        np.maximum(mel, _least(self._ceiling), out=mel)
         self._buffer = self._buffer[frames * spec.hop :]
-        return np.ascontiguousarray(mel.T)
+        return mel

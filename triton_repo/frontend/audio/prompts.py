@@ -101,6 +101,7 @@ class AudioPrompts:
         self._encoder: AudioEncoder = encoder
         self.config = encoder.audio_config
         self.vocab_size: int = self._tokenizer.instruct_tokenizer.tokenizer.n_words
+        self.placeholder_id: int = encoder.special_ids.audio
 
     @property
     def streaming(self) -> bool:
@@ -200,7 +201,7 @@ class AudioPrompts:
         return list(self._tokenizer.instruct_tokenizer.tokenizer.encode(text, bos=False, eos=False))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; a leading `lang:xx` the model may repeat is dropped with the specials."""
+        """Text of `ids`."""
         policy = SpecialTokenPolicy.IGNORE if skip_special_tokens else SpecialTokenPolicy.KEEP
         return self._tokenizer.decode(list(ids), special_token_policy=policy)
 

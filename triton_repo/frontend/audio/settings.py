@@ -15,9 +15,15 @@ def audio_settings(pretrained_config: Mapping[str, Any]) -> dict[str, Any]:
     block = pretrained_config.get("voxtral")
     if block is None:
         return {}
-    names = ("num_mel_bins", "mel_ceiling", "max_source_positions", "tokens_per_chunk")
+    names = (
+        "num_mel_bins",
+        "mel_ceiling",
+        "max_source_positions",
+        "tokens_per_chunk",
+        "downsample_factor",
+    )
     audio = {name: block["audio"][name] for name in names}
-    own = {name: block[name] for name in ("realtime", "audio_token_id")}
+    own = {name: block[name] for name in ("realtime", "audio_token_id", "default_num_delay_tokens")}
     return {"voxtral": {**own, "audio": audio}}
 
 
