@@ -20,6 +20,7 @@ import torch
 from plugins.support.errors import ToolchainError
 from runtime.contract import HIDDEN, TOKEN_BLOCK, Phase
 from runtime.engine import Engine
+from runtime.executors import OUTPUTS
 from runtime.pooling import Pool
 from runtime.requests import FinishReason, GenerationRequest, Timings, TokenEvent
 from runtime.rows import Row
@@ -118,13 +119,16 @@ class Scheduler:
         engine: opened; nobody else may use its slots meanwhile.
         num_draft_tokens: drafts per generation call; None = as many as the engines verify.
 
-    Raises UsageError for more drafts than the engines verify.
+    Raises UsageError for more drafts than the engines verify, CapabilityError for an executor that
+    lacks what the engines are for.
     """
 
     def __init__(self, engine: Engine, num_draft_tokens: int | None = None) -> None:
         self._engine = engine
         count = checked_count(engine.config, num_draft_tokens)
         self._drafter = Drafter(engine, count) if count else None
+        pools = engine.config.build_config.pooling is not None
+        self._outputs = OUTPUTS.require(engine.executor) if pools else None
         self._pool = SlotPool(engine.slots)
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
@@ -338,9 +342,9 @@ class Scheduler:
     def _pool_states(self, calls: Sequence[tuple[int, Job, Row]]) -> None:
         """Add what a context call has read to embeddings, and end those that are whole."""
         for index, job, row in calls:
-            if job.pool is None:
+            if job.pool is None or self._outputs is None:
                 continue
-            job.pool.add(self._engine.executor.output(HIDDEN)[index, : row.count])
+            job.pool.add(self._outputs.output(HIDDEN)[index, : row.count])
             if not job.prefilling:
                 event = TokenEvent(None, finish_reason="stop", embedding=job.pool.vector())
                 self._finish(job, event)

@@ -21,7 +21,7 @@ import torch
 from plugins.support.errors import UsageError
 from runtime.contract import HIDDEN, TOKEN_BLOCK, EngineConfig
 from runtime.engine import Engine
-from runtime.executors import DRAFTING
+from runtime.executors import OUTPUTS
 from runtime.requests import GenerationRequest
 from runtime.rows import Row
 
@@ -85,12 +85,12 @@ class Drafter:
         engine: opened, with a draft engine.
         count: drafts per step.
 
-    Raises CapabilityError for an executor that lets no draft engine follow.
+    Raises CapabilityError for an executor that shows no hidden states.
     """
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine
-        self._outputs = DRAFTING.require(engine.executor)
+        self._outputs = OUTPUTS.require(engine.executor)
         self.count = count
 
     def follow(
@@ -207,7 +207,7 @@ def draft_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
         )
     most = min(engine.config.chunk_tokens, engine.config.max_logits_rows)
     parts = []
-    outputs = DRAFTING.require(engine.executor)
+    outputs = OUTPUTS.require(engine.executor)
     with engine.claim(), torch.inference_mode():
         engine.executor.begin(0)
         poisoned = True

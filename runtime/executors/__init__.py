@@ -67,15 +67,15 @@ class HearingExecutor(Protocol):
         """
 
 
-class DraftingExecutor(Protocol):
-    """The side of an executor that lets a draft engine follow the text engines.
+class OutputExecutor(Protocol):
+    """The side of an executor that shows more than logits, for drafts and embeddings.
 
     Attributes:
-        supports_drafts: that it does; a method alone could be a leftover.
+        supports_outputs: that it does; a method alone could be a leftover.
     """
 
     @property
-    def supports_drafts(self) -> Literal[True]: ...
+    def supports_outputs(self) -> Literal[True]: ...
 
     def output(self, name: str) -> torch.Tensor:
         """A further output of the last `step`, on `device`, valid until the next one."""
@@ -83,4 +83,4 @@ class DraftingExecutor(Protocol):
 
 EXECUTOR: Contract[Executor] = Contract.of(Executor)
 HEARING: Contract[HearingExecutor] = Contract.of(HearingExecutor)
-DRAFTING: Contract[DraftingExecutor] = Contract.of(DraftingExecutor)
+OUTPUTS: Contract[OutputExecutor] = Contract.of(OutputExecutor)

@@ -25,7 +25,7 @@ class InterpreterExecutor:
         device: CPU or CUDA device.
     """
 
-    supports_drafts: Literal[True] = True
+    supports_outputs: Literal[True] = True
     name = "interpreter"
 
     def __init__(self, config: EngineConfig, engine_dir: Path, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class InterpreterExecutor:
         return outputs["logits"]
 
     def output(self, name: str) -> torch.Tensor:
-        """See `DraftingExecutor.output`."""
+        """See `OutputExecutor.output`."""
         return self._outputs[name]
 
     @torch.inference_mode()

@@ -48,7 +48,7 @@ class TensorRTExecutor:
     engine's tensors are not those of the configuration.
     """
 
-    supports_drafts: Literal[True] = True
+    supports_outputs: Literal[True] = True
     name = "tensorrt"
 
     def __init__(
@@ -126,7 +126,7 @@ class TensorRTExecutor:
         return logits
 
     def output(self, name: str) -> torch.Tensor:
-        """See `DraftingExecutor.output`."""
+        """See `OutputExecutor.output`."""
         return self._outputs[name]
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
