@@ -7,7 +7,10 @@ columns, `X.weights_scaling_factor`, and one for all, `X.weights_scaling_factor_
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +21,14 @@ from plugins.support.errors import InputError
 from runtime.identity import read_header
 
 Int64 = npt.NDArray[np.int64]
+Bytes = npt.NDArray[Any]
 
+# Rows that are decoded at a time: all buffers together stay in the second-level cache.
+_STRIP = 256
+# Rows after which to ask whether the disk was waited for: at first, and then.
+_PROBE, _PIECE = 16, 128
+# So many rows from memory take a tenth of this, reads from disk more.
+_WAITED_NS = 200_000
 _NVFP4_BLOCK = 16
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -29,6 +39,11 @@ class MappedTable:
     Args:
         path: safetensors file.
         name: tensor [rows, width].
+
+    Attributes:
+        rows, width: of the tensor.
+        dtype: of its elements.
+        row_bytes: bytes of a row.
 
     Raises InputError when the tensor is missing, not two-dimensional or of unknown dtype.
     """
@@ -44,44 +59,76 @@ class MappedTable:
             )
         self.rows, self.width = stored.shape
         self.dtype = BY_NAME[stored.dtype]
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.row_bytes = self.dtype.nbytes(self.width)
+        self._begin = stored.begin
+        self._file = path.open("rb")
+        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         # Rows are a few hundred bytes at random places: reading ahead would multiply the traffic.
         self._map.madvise(mmap.MADV_RANDOM)
-        row_bytes = self.dtype.nbytes(self.width)
-        flat = np.frombuffer(self._map, np.uint8, self.rows * row_bytes, offset=stored.begin)
-        self._bytes = flat.reshape(self.rows, row_bytes)
+        flat = np.frombuffer(self._map, np.uint8, self.rows * self.row_bytes, offset=self._begin)
+        self._bytes = flat.reshape(self.rows, self.row_bytes)
 
-    def gather(self, rows: Int64) -> torch.Tensor:
-        """Rows by number, int64 [n]; returns [n, width] in the table's dtype."""
-        return torch.from_numpy(self._bytes.take(rows, axis=0)).view(self.dtype.torch)
+    def gather(self, rows: Int64, out: Bytes, *, probe: bool = True) -> bool:
+        """Copy rows to `out`, uint8 [n, row_bytes].
+
+        Args:
+            rows: numbers below `rows`, int64 [n]; others are clipped, not noticed.
+            out: where the bytes go.
+            probe: whether nothing is known yet about where the rows are.
+
+        Returns:
+            whether the disk had to be waited for. Then all rows that were left were requested
+            together, so that their reads ran side by side instead of one after the other.
+        """
+        done, count, waited = 0, _PROBE if probe else _PIECE, False
+        while done < len(rows):
+            piece = slice(done, done + count)
+            start = perf_counter_ns()
+            self._bytes.take(rows[piece], axis=0, out=out[piece], mode="clip")
+            done, count = done + count, _PIECE
+            if not waited and perf_counter_ns() - start > _WAITED_NS:
+                waited, count = True, len(rows)
+                self.request(rows[done:])
+        return waited
+
+    def request(self, rows: Int64) -> None:
+        """Have rows read into the page cache, without waiting for them."""
+        file = self._file.fileno()
+        for offset in (self._begin + rows * self.row_bytes).tolist():
+            os.posix_fadvise(file, offset, self.row_bytes, os.POSIX_FADV_WILLNEED)
 
 
 class StoredTable:
     """The values of a table's rows.
 
+    Plain rows are copied and cast. Codes are looked up: FP8 codes two at a time, NVFP4 bytes (two
+    codes) together with their block's scale, in a table of the values that they mean, each rounded
+    once to the wanted type. It has at most 65536 entries and stays in the processor's cache.
+
     Args:
         path: safetensors file.
         name: the table, ending in `.weight`.
+        dtype: of the values.
 
     Attributes:
         rows, width: of the values.
+        dtype: of the values.
 
     Raises InputError for an element type that cannot be read or a scale that is missing or unfit:
-    codes without their scale would give wrong text and no error.
+    codes without their scale would give wrong text and no error. Not for several threads, except
+    `prefetch`.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, dtype: torch.dtype) -> None:
         self._codes = MappedTable(path, name)
-        self.rows, self.width = self._codes.rows, self._codes.width
+        self.rows, self.width, self.dtype = self._codes.rows, self._codes.width, dtype
         self._blocks: MappedTable | None = None
-        self._factor = torch.tensor(1.0)
+        self._values: Bytes | None = None
         module = name.removesuffix(".weight")
         kind = self._codes.dtype.name
-        if kind in COMPUTE_DTYPES:
-            return
         if kind == "float8_e4m3fn":
-            self._factor = _one_value(path, f"{module}.weights_scaling_factor")
+            factor = _one_value(path, f"{module}.weights_scaling_factor")
+            self._values = _fp8_values(factor, dtype, pairs=self.width % 2 == 0)
         elif kind == "uint8":
             self.width *= 2
             self._blocks = MappedTable(path, f"{module}.weights_scaling_factor")
@@ -93,51 +140,110 @@ class StoredTable:
                     expected=str(list(expected)),
                     found=str([self._blocks.rows, self._blocks.width]),
                 )
-            self._factor = _one_value(path, f"{module}.weights_scaling_factor_2")
-        else:
+            factor = _one_value(path, f"{module}.weights_scaling_factor_2")
+            self._values = _nvfp4_values(factor, dtype)
+        elif kind not in COMPUTE_DTYPES:
             raise InputError(
                 "no way to read an n-gram table of this type",
                 where=f"{path}: {name}",
                 expected=f"{', '.join(COMPUTE_DTYPES)}, float8_e4m3fn or uint8 (NVFP4)",
                 found=kind,
             )
+        self._parts = [self._codes] if self._blocks is None else [self._codes, self._blocks]
+        # Used again by every call: fresh memory costs more than the work done in it.
+        self._buffers = [np.empty((_STRIP, part.row_bytes), np.uint8) for part in self._parts]
+        self._lookups = self._new_lookups()
 
-    def gather(self, rows: Int64, dtype: torch.dtype) -> torch.Tensor:
-        """Rows by number, int64 [n]; returns [n, width] in `dtype`, rounded once."""
-        codes = self._codes.gather(rows)
-        if self._blocks is not None:
-            blocks = _e4m3_values(self._blocks.gather(rows)).mul_(self._factor)
-            values = torch.from_numpy(_PAIRS[codes.numpy()]).view(torch.float32)
-            values = values.view(*blocks.shape, _NVFP4_BLOCK) * blocks.unsqueeze(-1)
-            return values.view(-1, self.width).to(dtype)
-        if codes.dtype == torch.float8_e4m3fn:
-            return _e4m3_values(codes).mul_(self._factor).to(dtype)
-        return codes.to(dtype)
+    def _new_lookups(self) -> tuple[Bytes, ...]:
+        """Buffers for the places of values: int64, and for NVFP4 what they are put together of."""
+        if self._values is None:
+            return ()
+        count = self.width * self.dtype.itemsize // self._values.itemsize
+        places = np.empty((_STRIP, count), np.int64)
+        if self._blocks is None:
+            return (places,)
+        scales = np.empty((_STRIP, self._blocks.width), np.int64)
+        spread = np.empty((_STRIP, self._blocks.width), _SPREAD.dtype)
+        return places, scales, spread, np.empty((_STRIP, count), np.uint16)
+
+    def gather(self, rows: Int64, out: torch.Tensor) -> None:
+        """Write rows by number, int64 [n], to `out`, contiguous [n, width] of type `dtype`."""
+        target = out.view(torch.uint8).numpy()
+        direct = self._codes.dtype.torch == self.dtype
+        requested = False
+        for first in range(0, len(rows), _STRIP):
+            strip = rows[first : first + _STRIP]
+            into = target[first : first + _STRIP]
+            fetched = [buffer[: len(strip)] for buffer in self._buffers]
+            if direct:
+                fetched[0] = into
+            waited = False
+            for part, buffer in zip(self._parts, fetched, strict=True):
+                if waited and not requested:
+                    part.request(strip)
+                waited |= part.gather(strip, buffer, probe=first == 0)
+            if waited and not requested:
+                # What comes later is not there either: have it read while this is decoded.
+                requested = True
+                for part in self._parts:
+                    part.request(rows[first + _STRIP :])
+            if self._values is not None:
+                self._look_up(fetched, into.view(self._values.dtype))
+            elif not direct:
+                plain = torch.from_numpy(fetched[0]).view(self._codes.dtype.torch)
+                out[first : first + _STRIP].copy_(plain)
+
+    def prefetch(self, rows: Int64) -> None:
+        """Read rows so that a later `gather` finds them in memory. From any one thread."""
+        for part in self._parts:
+            scratch = np.empty((_STRIP, part.row_bytes), np.uint8)
+            for first in range(0, len(rows), _STRIP):
+                strip = rows[first : first + _STRIP]
+                part.gather(strip, scratch[: len(strip)], probe=first == 0)
+
+    def _look_up(self, fetched: list[Bytes], out: Bytes) -> None:
+        assert self._values is not None
+        codes = fetched[0]
+        places, *more = [buffer[: len(codes)] for buffer in self._lookups]
+        if self._blocks is None:
+            np.copyto(places, codes.view(np.uint16) if self.width % 2 == 0 else codes)
+        else:
+            scales, spread, both = more
+            np.copyto(scales, fetched[1])
+            _SPREAD.take(scales, mode="clip", out=spread)
+            np.bitwise_or(spread.view(np.uint16), codes, out=both)
+            np.copyto(places, both)
+        self._values.take(places, mode="clip", out=out)
 
 
-def _pairs() -> npt.NDArray[np.int64]:
-    """The two float32 values of every byte, low half first, as one 64-bit element."""
-    values = np.array([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=np.float32)
-    byte = np.arange(256)
-    pairs = np.stack([values[byte % 16], values[byte // 16]], axis=1)
-    return np.ascontiguousarray(pairs).view(np.int64).reshape(-1)
+# Every scale in the upper half of eight 16-bit numbers, as one element: a block has eight bytes of
+# codes, and inner loops over eight elements would be the slowest part.
+_SPREAD = np.repeat(np.arange(256, dtype=np.uint16) << 8, _NVFP4_BLOCK // 2).view(np.complex128)
 
 
-_PAIRS = _pairs()
+def _fp8_values(factor: torch.Tensor, dtype: torch.dtype, *, pairs: bool) -> Bytes:
+    """What every e4m3 code means, or every two of them, the first in the low byte."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = (codes.float() * factor).to(dtype)
+    if not pairs:
+        return _as_elements(values[:, None])
+    both = torch.arange(65536)
+    return _as_elements(torch.stack([values[both & 255], values[both >> 8]], dim=1))
 
 
-def _e4m3_values(codes: torch.Tensor) -> torch.Tensor:
-    """float32 values of e4m3 codes, several times as fast as the library's cast.
+def _nvfp4_values(factor: torch.Tensor, dtype: torch.dtype) -> Bytes:
+    """What a byte of two codes means with every scale of its block: [scale * 256 + byte]."""
+    magnitudes = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
+    byte = torch.arange(256)
+    both = torch.stack([magnitudes[byte & 15], magnitudes[byte >> 4]], dim=1)
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * factor
+    return _as_elements((both * scales[:, None, None]).to(dtype).flatten(0, 1))
 
-    The code's exponent and fraction, put where float32 has them, are the value times 2^-120, also
-    for the smallest ones. (The code for NaN becomes 480; conversion lets none through.)
-    """
-    bits = codes.view(torch.int8).int().bitwise_left_shift_(20)
-    return bits.bitwise_and_(_E4M3_MASK).view(torch.float32).mul_(2.0**120)
 
-
-# Sign in bit 31, exponent and fraction in bits 20 to 26.
-_E4M3_MASK = 0x87F00000 - (1 << 32)
+def _as_elements(values: torch.Tensor) -> Bytes:
+    """[n, k] as n integers that hold k values each."""
+    data = values.contiguous().view(torch.uint8).numpy()
+    return data.view(np.dtype(f"u{data.shape[1]}")).reshape(-1)
 
 
 def _one_value(path: Path, name: str) -> torch.Tensor:

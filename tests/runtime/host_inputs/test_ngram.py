@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from plugins.ngram import layer_constants
+from plugins.ngram import layer_constants, row_ids
 from plugins.support.errors import InputError
 from runtime.contract import NgramEmbedding, TensorSpec
 from runtime.host_inputs.ngram import NgramGather
-from runtime.host_inputs.table import MappedTable
+from runtime.host_inputs.table import MappedTable, StoredTable
+from runtime.rows import Row
 
 EOS = 2
 # Sizes, offsets and rows of a small model whose ids were computed with the reference model.
@@ -120,9 +122,9 @@ def test_equal_rows_are_read_once(weights: Path, monkeypatch: pytest.MonkeyPatch
     read: list[int] = []
     original = MappedTable.gather
 
-    def counting(table: MappedTable, rows: np.ndarray) -> torch.Tensor:
+    def counting(table: MappedTable, rows: np.ndarray, *rest: Any, **options: Any) -> bool:
         read.append(len(rows))
-        return original(table, rows)
+        return original(table, rows, *rest, **options)
 
     monkeypatch.setattr(MappedTable, "gather", counting)
     gather(np.full((2, 50), 7), np.full((2, 2), 7), np.array([50, 50]))
@@ -152,14 +154,55 @@ def test_rows_beyond_two_gigabytes_are_found(tmp_path: Path) -> None:
         file.seek(-width * 4, 2)
         file.write(np.arange(width, dtype=np.float32).tobytes())
     table = MappedTable(path, "table")
-    result = table.gather(np.array([0, rows - 1]))
+    data = np.empty((2, table.row_bytes), np.uint8)
+    table.gather(np.array([0, rows - 1]), data)
+    result = data.view(np.float32)
     assert not result[0].any()
     assert result[1].tolist() == list(range(width))
+
+
+def test_next_chunk_of_a_prompt_is_read_meanwhile(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = _gather(weights)
+    read: list[np.ndarray] = []
+    monkeypatch.setattr(StoredTable, "prefetch", lambda _, rows: read.append(rows))
+    prompt = list(np.random.default_rng(3).integers(3, 500, 200))
+    tokens = np.array([prompt[64:128], prompt[:64]])
+    context = np.array([prompt[62:64], [EOS, EOS]])
+    rows = [Row(prompt, 64, 64), Row(prompt[:70], 0, 64)]
+    gather(tokens, context, np.array([64, 64]), rows)
+    assert gather._reading is not None
+    gather._reading.result()
+    of_prompt = row_ids(np.array(prompt), GOLDEN, EOS)
+    expected = np.unique(np.concatenate([of_prompt[128:192].ravel(), of_prompt[64:70].ravel()]))
+    assert [found.tolist() for found in read] == [expected.tolist()]
+    # The end of a prompt and steps of one token have nothing to read in advance.
+    gather(tokens[:1], context[:1], np.array([64]), [Row(prompt[:128], 64, 64)])
+    gather(np.array([[7]]), np.array([[5, 6]]), np.array([1]), [Row([5, 6, 7, 8], 2, 1)])
+    assert len(read) == 1
+
+
+def test_prefetch_reads_every_row(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = StoredTable(weights, "table", torch.float32)
+    read: list[int] = []
+    original = MappedTable.gather
+
+    def noting(part: MappedTable, rows: np.ndarray, *rest: Any, **options: Any) -> bool:
+        read.extend(rows.tolist())
+        return original(part, rows, *rest, **options)
+
+    monkeypatch.setattr(MappedTable, "gather", noting)
+    table.prefetch(np.arange(0, GOLDEN.rows, 3))
+    assert read == list(range(0, GOLDEN.rows, 3))
 
 
 def test_table_that_does_not_fit_the_engine_is_refused(weights: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not fit the engine"):
         _gather(weights, width=5)
+    save_file({"table": torch.ones(GOLDEN.rows - 8, 4)}, tmp_path / "weights")
+    with pytest.raises(InputError, match="too short"):
+        _gather(tmp_path / "weights")
     save_file({"other": torch.ones(2, 2)}, tmp_path / "weights")
     with pytest.raises(InputError, match="n-gram table"):
         _gather(tmp_path / "weights")

@@ -1,0 +1,200 @@
+"""Rows of the hashed n-gram table: decode steps and prompts, from memory and from disk.
+
+    python -m benchmarks.ngram --file /path/with/space/table --gigabytes 8.2
+
+Writes the data once (really, no holes) and reads it as a BF16, an FP8 and an NVFP4 table of that
+size, by the constants of the released model with as many rows per hash head as fit. Tokens are
+random, so nearly every row is another page: the worst case. "Warm" means in the page cache and
+mapped before; "not mapped" in the page cache only, as after a restart; "cold" on disk only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plugins.ngram import layer_constants
+from runtime.contract import NgramEmbedding, TensorSpec
+from runtime.host_inputs.ngram import NgramGather
+from runtime.rows import Row
+
+_VOCABULARY, _WIDTH, _HEADS, _EOS = 248320, 160, 16, 248044
+_HEADER = 4096
+_SEQUENCES, _PROMPT = 64, 4096
+_TABLE = "t.weight"
+
+
+def write_data(path: Path, size: int) -> None:
+    """Normal numbers in BF16, over and over; as other types they are arbitrary finite codes."""
+    block = torch.randn(16 * 1024 * 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    data = block.view(torch.uint8).numpy().data
+    with path.open("wb") as file:
+        file.write(bytes(_HEADER))
+        left = size
+        while left > 0:
+            left -= file.write(data[: min(left, len(data))])
+        os.fsync(file.fileno())
+
+
+def describe(path: Path, kind: str, size: int) -> int:
+    """Give the data the header of a table of that kind; its rows."""
+    row = {"bf16": 2 * _WIDTH, "fp8": _WIDTH, "nvfp4": _WIDTH // 2 + _WIDTH // 16}[kind]
+    rows = (size - 64) // row // 128 * 128
+    dtype, width = {"bf16": ("BF16", _WIDTH), "fp8": ("F8_E4M3", _WIDTH), "nvfp4": ("U8", 80)}[kind]
+    tensors = [(_TABLE, dtype, [rows, width], rows * width * (2 if kind == "bf16" else 1))]
+    if kind == "nvfp4":
+        tensors.append(("t.weights_scaling_factor", "F8_E4M3", [rows, 10], rows * 10))
+    if kind != "bf16":
+        last = "t.weights_scaling_factor" + ("_2" if kind == "nvfp4" else "")
+        tensors.append((last, "F32", [1], 4))
+    header, position = {}, 0
+    for name, code, shape, count in tensors:
+        span = [position, position + count]
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": span}
+        position += count
+    text = json.dumps(header).encode().ljust(_HEADER - 8)
+    with path.open("r+b") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.seek(_HEADER + position - 4)
+        if kind != "bf16":
+            file.write(np.float32(0.01).tobytes())
+        file.truncate(_HEADER + position)
+    return rows
+
+
+def open_table(path: Path, rows: int) -> NgramGather:
+    """The released model's hash with heads that fill the table."""
+    constants = layer_constants(
+        vocab_size=_VOCABULARY,
+        ngram_size=3,
+        heads_per_ngram=_HEADS // 2,
+        ngram_vocab_size_base=rows // _HEADS - 400,
+        divisor=128,
+        seed=1234,
+        layer_number=0,
+    )
+    spec = NgramEmbedding(
+        name="ple",
+        table=_TABLE,
+        multipliers=constants.multipliers,
+        sizes=constants.sizes,
+        offsets=constants.offsets,
+        eos_token_id=_EOS,
+    )
+    shape = (-1, -1, _HEADS * _WIDTH)
+    return NgramGather(
+        spec, TensorSpec(name="ple", dtype="bfloat16", shape=shape, kind="host"), path
+    )
+
+
+def drop(path: Path) -> None:
+    """Forget the file's pages."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def populate(path: Path, gather: NgramGather) -> None:
+    """Read the whole file, and map it where the table is mapped."""
+    with path.open("rb") as file:
+        while file.read(1 << 24):
+            pass
+    for part in gather._table._parts:
+        part._map.madvise(getattr(mmap, "MADV_POPULATE_READ", 22))
+
+
+class Calls:
+    """Random calls, and the time that each takes."""
+
+    def __init__(self) -> None:
+        self._numbers = np.random.default_rng(0)
+
+    def decode(self, gather: NgramGather) -> Callable[[], object]:
+        """One token for each of 64 sequences."""
+        tokens = self._numbers.integers(0, _EOS, (_SEQUENCES, 1))
+        context = self._numbers.integers(0, _EOS, (_SEQUENCES, 2))
+        return lambda: gather(tokens, context, np.ones(_SEQUENCES, np.int64))
+
+    def prompt(self, gather: NgramGather) -> Callable[[], object]:
+        """4096 tokens of one sequence."""
+        tokens = self._numbers.integers(0, _EOS, (1, _PROMPT))
+        return lambda: gather(tokens, np.full((1, 2), _EOS), np.array([_PROMPT]))
+
+    def chunks(self, gather: NgramGather, engine_s: float) -> Callable[[], object]:
+        """The same in chunks of 512 with the engine's time in between, which does not count."""
+        prompt = self._numbers.integers(0, _EOS, _PROMPT)
+
+        def run() -> float:
+            waited = 0.0
+            for start in range(0, _PROMPT, 512):
+                chunk = prompt[None, start : start + 512]
+                before = prompt[max(0, start - 2) : start]
+                context = np.full((1, 2), _EOS)
+                context[0, 2 - len(before) :] = before
+                begin = time.perf_counter()
+                gather(chunk, context, np.array([512]), [Row(prompt.tolist(), start, 512)])
+                waited += time.perf_counter() - begin
+                time.sleep(engine_s)
+            return waited
+
+        return run
+
+
+def milliseconds(calls: Iterator[Callable[[], object]]) -> str:
+    """Median and fastest."""
+    times = []
+    for call in calls:
+        start = time.perf_counter()
+        waited = call()
+        elapsed = waited if isinstance(waited, float) else time.perf_counter() - start
+        times.append(elapsed * 1e3)
+    return f"{statistics.median(times):.3g} ({min(times):.3g})"
+
+
+def measure(path: Path, kind: str, size: int) -> list[str]:
+    """One row of the table."""
+    rows = describe(path, kind, size)
+    calls = Calls()
+    cells = [kind, f"{path.stat().st_size / 1e9:.1f}"]
+    drop(path)
+    gather = open_table(path, rows)
+    cold = milliseconds(calls.decode(gather) for _ in range(5))
+    cold_prompt = milliseconds(calls.prompt(gather) for _ in range(2))
+    cold_chunks = milliseconds(calls.chunks(gather, 0.2) for _ in range(2))
+    populate(path, gather)
+    warm = milliseconds(calls.decode(gather) for _ in range(400))
+    warm_prompt = milliseconds(calls.prompt(gather) for _ in range(10))
+    again = open_table(path, rows)
+    unmapped = milliseconds(calls.decode(again) for _ in range(50))
+    return [*cells, warm, unmapped, cold, warm_prompt, cold_prompt, cold_chunks]
+
+
+def main() -> None:
+    """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--file", type=Path, required=True, help="made where it does not exist")
+    parser.add_argument("--gigabytes", type=float, default=8.2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    size = int(arguments.gigabytes * 1e9)
+    if not arguments.file.exists():
+        write_data(arguments.file, size)
+    print("ms, median (fastest)\n")
+    names = ["table", "GB", "decode warm", "not mapped", "cold", "4096 warm", "cold"]
+    names.append("cold in chunks of 512, 200 ms apart")
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for kind in ("bf16", "fp8", "nvfp4"):
+        print(f"| {' | '.join(measure(arguments.file, kind, size))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
