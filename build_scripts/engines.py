@@ -223,6 +223,7 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
         plans: dict[contract.Phase, Plan] = {}
         for phase, (net, definition) in defined.items():
             entries[phase], plans[phase] = _build_phase(net, definition, phase, work, identity)
+        operations = sorted({c.op for net, _ in defined.values() for c in net.plugins.values()})
         reports = {phase: plan.report.as_dict() for phase, plan in plans.items()}
         (work / contract.LAYER_REPORT_FILE).write_text(json.dumps(reports, indent=1) + "\n")
         engine_config = contract.EngineConfig.model_validate(
@@ -232,6 +233,7 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
                 "tensorrt_version": backend.version,
                 "targets": capability.targets,
                 "attention": attention.of_flavor(backend.flavor),
+                "plugins": _plugins(operations),
                 "engines": entries,
                 "weights": {
                     "mode": request.weights,
@@ -248,6 +250,15 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
         # What is published must be what `run` and `serve` accept.
         contract.check_files(contract.read_config(work), work)
     return Result(engine_dir, engine_config, limits, plans)
+
+
+def _plugins(names: list[str]) -> tuple[contract.PluginEntry, ...]:
+    if not names:
+        return ()
+    # Only engines with plugins need the kernels and their compiler.
+    from plugins.operations import digests
+
+    return tuple(contract.PluginEntry(name=name, digest=digests()[name]) for name in names)
 
 
 def _build_config(limits: Limits) -> contract.BuildConfig:

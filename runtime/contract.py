@@ -122,7 +122,7 @@ class EngineEntry(_Model):
 
 
 class PluginEntry(_Model):
-    """A custom operation in the engines: its name and the digest of its implementation."""
+    """A custom operation in the engines: its name and the digest of how it is called."""
 
     name: str
     digest: str

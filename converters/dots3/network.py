@@ -18,7 +18,9 @@ from converters.layers.norm import rms_norm
 from converters.layers.rope import RotaryTable
 from converters.layers.stored import stored_matrix
 from converters.layers.text_engine import TextEngine
+from plugins.dsa import layer as dsa
 from plugins.dsa import lowering
+from plugins.dsa.geometry import Geometry
 from plugins.trt.network import Network
 from plugins.trt.types import Tensor
 
@@ -40,9 +42,10 @@ def define(
 
 @dataclass(frozen=True)
 class _Kind:
-    """One kind of attention: its geometry and the rotation of this call's positions."""
+    """One kind of attention: its geometry, where it stands and the rotation of the positions."""
 
     mla: Mla
+    site: dsa.Site
     rotary: RotaryTable
     angles: tuple[Tensor, Tensor]
 
@@ -65,9 +68,35 @@ class _Layers:
 
     def kind(self, mla: Mla) -> _Kind:
         """Rotation tables of one geometry; float32, so that no angle is rounded."""
-        rows = self.engine.limits.cache_rows
+        engine, block = self.engine, self.block
+        rows = engine.limits.cache_rows
         rotary = RotaryTable(self.net, rows, mla.rope, mla.rotary_base, "float32")
-        return _Kind(mla, rotary, rotary.at(self.engine.positions))
+        sliding = mla is block.sliding
+        geometry = Geometry(
+            heads=mla.heads,
+            latent=mla.kv_rank,
+            rope=mla.rope,
+            nope=mla.nope,
+            value=mla.value,
+            index_heads=0 if sliding else block.index_n_heads,
+            index_width=0 if sliding else block.index_head_dim,
+            kept=0 if sliding else block.index_topk,
+            window=block.sliding_window if sliding else 0,
+            dtype=self.dtype,
+        )
+        slots, steps = engine.largest_call
+        site = dsa.Site(
+            net=self.net,
+            geometry=geometry,
+            expanded=self.expanded,
+            past=engine.past,
+            new=engine.new,
+            visible=self.visible,
+            span=engine.span,
+            slots=slots,
+            steps=steps,
+        )
+        return _Kind(mla, site, rotary, rotary.at(engine.positions))
 
     def norm(self, x: Tensor, name: str, width: int) -> Tensor:
         """RMS norm with the weight `{name}.weight`."""
@@ -123,21 +152,11 @@ class _Layers:
         key = net.squeeze(self._rotated(net.unsqueeze(key, [2]), kind), [2])
         return latent, q_nope, q_rope, net.concat([compressed, key], 2)
 
-    def _up_projections(self, name: str, mla: Mla) -> tuple[Tensor, Tensor]:
-        """Key [H, nope, L] and value [H, L, value] halves of the joined up-projection."""
-        net = self.net
+    def _up_projection(self, name: str, mla: Mla) -> Tensor:
+        """The joined up-projection of keys and values by head, [H, nope + value, L]."""
         shape = (mla.heads * (mla.nope + mla.value), mla.kv_rank)
-        joined = stored_matrix(net, f"{name}.kv_b", shape, self.dtype)
-        by_head = net.reshape(joined, [mla.heads, mla.nope + mla.value, mla.kv_rank])
-        value_up = net.narrow(by_head, 1, mla.nope, mla.value)
-        return net.narrow(by_head, 1, 0, mla.nope), net.transpose(value_up, (0, 2, 1))
-
-    def _whole_heads(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-        """Query [B, H, S, nope + rope] from its two parts [B, S, H, ...]."""
-        return self.net.transpose(self.net.concat([q_nope, q_rope], 3), (0, 2, 1, 3))
-
-    def _scale(self, mla: Mla) -> float:
-        return (mla.nope + mla.rope) ** -0.5
+        joined = stored_matrix(self.net, f"{name}.kv_b", shape, self.dtype)
+        return self.net.reshape(joined, [mla.heads, mla.nope + mla.value, mla.kv_rank])
 
     def _out(self, name: str, mixed: Tensor, mla: Mla) -> Tensor:
         """[B, S, H, value] through the output projection."""
@@ -150,32 +169,9 @@ class _Layers:
         latent, q_nope, q_rope, row = self._latents(name, x, kind)
         cache = engine.cache(f"latent_cache.{label}", net.unsqueeze(row, [1]), engine.token_row)
         chosen = self._selection(f"{name}.indexer", label, x, latent, kind)
-        key_up, value_up = self._up_projections(name, mla)
+        up = self._up_projection(name, mla)
         gate = linear(net, x, f"{name}.gate", mla.heads)
-        if self.expanded:
-            keys, values = lowering.expand(net, engine.visible(cache), key_up, value_up)
-            mixed = lowering.attend_context(
-                net,
-                self._whole_heads(q_nope, q_rope),
-                keys,
-                values,
-                self.visible,
-                scale=self._scale(mla),
-                token_ids=chosen,
-                gate=gate,
-            )
-        else:
-            mixed = lowering.attend_generation(
-                net,
-                lowering.absorb(net, q_nope, key_up),
-                q_rope,
-                cache,
-                chosen,
-                self.visible,
-                scale=self._scale(mla),
-                gate=gate,
-            )
-            mixed = lowering.project(net, mixed, value_up)
+        mixed = dsa.attend(kind.site, q_nope, q_rope, cache, chosen, up, gate)
         return self._out(name, mixed, mla)
 
     def _selection(self, name: str, label: str, x: Tensor, latent: Tensor, kind: _Kind) -> Tensor:
@@ -195,13 +191,11 @@ class _Layers:
         cache = engine.cache(
             f"index_key_cache.{label}", net.transpose(key, (0, 2, 1, 3)), engine.token_row
         )
-        chosen = lowering.select_tokens(
-            net,
+        chosen = dsa.select(
+            kind.site,
             self._index_rotated(query, kind),
-            engine.visible(cache),
+            cache,
             linear(net, x, f"{name}.weights", heads),
-            self.visible,
-            block.index_topk,
         )
         return net.tap(chosen, f"layers.{label}.selected_tokens")
 
@@ -221,35 +215,10 @@ class _Layers:
         window = self.block.sliding_window
         _, q_nope, q_rope, row = self._latents(name, x, kind)
         rows = engine.window(f"window_state.{label}", row, window)
-        key_up, value_up = self._up_projections(name, mla)
+        up = self._up_projection(name, mla)
         gate = linear(net, x, f"{name}.gate", mla.heads)
         rows = net.unsqueeze(rows, [1])
-        if self.expanded:
-            keys, values = lowering.expand(net, rows, key_up, value_up)
-            mixed = lowering.attend_context(
-                net,
-                self._whole_heads(q_nope, q_rope),
-                keys,
-                values,
-                self.visible,
-                scale=self._scale(mla),
-                window=window,
-                past=engine.past,
-                gate=gate,
-            )
-        else:
-            mixed = lowering.attend_window(
-                net,
-                lowering.absorb(net, q_nope, key_up),
-                q_rope,
-                rows,
-                engine.past,
-                self.visible,
-                window=window,
-                scale=self._scale(mla),
-                gate=gate,
-            )
-            mixed = lowering.project(net, mixed, value_up)
+        mixed = dsa.attend_window(kind.site, q_nope, q_rope, rows, up, gate)
         return self._out(name, mixed, mla)
 
     # -- MLP -----------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class TextEngine:
         positions: int32 [B, S], past + index, padding included.
         queries: int32 [B, S], position of real tokens, -1 for padding.
         active: bool [B], false for padding slots.
+        largest_call: most slots, and most tokens per slot, of one call.
         rejected: int32 [B], draft tokens of the call before that were not accepted; None where
             the engines verify no drafts.
         token_row: int32 [B], first cache row to write; behind all visible ones for padding slots.
@@ -76,6 +77,7 @@ class TextEngine:
         self._fewest = fewest
         ids_range = chunks if self.context else ((step,),) * 3
         logits_range = ((1,), (1,), (limits.max_logits_tokens,)) if self.context else ids_range
+        self.largest_call = self._slots, ids_range[-1][0]
         self.ids = self.input("input_ids", "token", "int32", (self.tokens,), ids_range)
         self.past = self.input("past_lengths", "token", "int32")
         self.new = self.input("new_lengths", "token", "int32")

@@ -19,7 +19,8 @@ from converters.layers.norm import l2_normalize, rms_norm
 from converters.layers.rope import RotaryTable
 from converters.layers.text_engine import TextEngine
 from converters.qwen38.config import Qwen38CheckpointConfig
-from plugins.qsa import lowering
+from plugins.qsa import layer as qsa
+from plugins.qsa.geometry import Geometry
 from plugins.support.errors import InputError
 from plugins.trt.network import Network
 from plugins.trt.types import Tensor
@@ -60,9 +61,9 @@ class _TextNetwork:
                 found=str(self.ratio),
             )
         budget = self.family.indexer_budget // self.ratio
-        self.blocks = min(budget, limits.visible_rows // self.ratio)
         # Top-k needs that many blocks to choose from.
-        least_span = -(-self.blocks * self.ratio // TOKEN_BLOCK) * TOKEN_BLOCK
+        blocks = min(budget, limits.visible_rows // self.ratio)
+        least_span = -(-blocks * self.ratio // TOKEN_BLOCK) * TOKEN_BLOCK
         self.engine = TextEngine(net, config, phase, limits, least_span=least_span)
         self.batch, self.count = self.engine.batch, self.engine.count
         self.first_block = net.floor_div(self.engine.past, self.ratio)
@@ -73,6 +74,29 @@ class _TextNetwork:
             net, limits.cache_rows, config.rotary_embedding_dim, config.rotary_base, self.dtype
         )
         self.angles = self.rope.at(self.engine.positions)
+        geometry = Geometry(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            width=config.head_size,
+            index_heads=self.family.indexer_n_heads,
+            index_width=self.family.indexer_head_dim,
+            ratio=self.ratio,
+            blocks=budget,
+            dtype=self.dtype,
+            cache_dtype=self.dtype,
+        )
+        slots, steps = self.engine.largest_call
+        self.site = qsa.Site(
+            net=net,
+            geometry=geometry,
+            context=self.engine.context,
+            past=self.engine.past,
+            new=self.engine.new,
+            positions=self.engine.queries,
+            span=self.engine.span,
+            slots=slots,
+            steps=steps,
+        )
 
     def _weight(self, name: str, shape: Dims) -> Tensor:
         return self.net.weight(f"{name}.weight", self.dtype, shape)
@@ -218,9 +242,9 @@ class _TextNetwork:
         net, config, width = self.net, self.config, self.config.head_size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
-        both = self._heads(linear(net, x, f"{name}.q", heads * 2 * width), heads, 2 * width)
+        q_gate = linear(net, x, f"{name}.q", heads * 2 * width)
+        both = self._heads(q_gate, heads, 2 * width)
         query = self._rotated(net.narrow(both, -1, 0, width), f"{name}.q_layernorm")
-        gate = net.narrow(both, -1, width, width)
         key = self._heads(linear(net, x, f"{name}.k", kv_heads * width), kv_heads, width)
         key = self._rotated(key, f"{name}.k_layernorm")
         value = self._heads(linear(net, x, f"{name}.v", kv_heads * width), kv_heads, width)
@@ -230,28 +254,11 @@ class _TextNetwork:
 
         with net.scope("indexer"):
             index_query, block_keys = self._indexer(layer, f"{name}.indexer", x)
-            if self.engine.context:
-                blocks = net.dim_floor_div(self.engine.span, self.ratio)
-                block_keys = net.narrow(block_keys, 2, 0, blocks)
-            visible = lowering.visible_blocks(net, self.engine.queries, self.ratio)
-            chosen = lowering.select_blocks(net, index_query, block_keys, visible, self.blocks)
+            seen = self.limits.visible_rows // self.ratio
+            chosen = qsa.select(self.site, index_query, block_keys, seen)
             net.tap(chosen, f"layers.{layer}.selected_blocks")
-
-        attend = lowering.attend_context if self.engine.context else lowering.attend_generation
-        mixed = attend(
-            net,
-            query,
-            self.engine.visible(keys),
-            self.engine.visible(values),
-            chosen,
-            self.engine.queries,
-            ratio=self.ratio,
-            scale=width**-0.5,
-        )
-        gate = net.sigmoid(net.cast(gate, "float32"))
-        gate = net.reshape(gate, [self.batch, self.count, heads * width])
-        gated = net.cast(net.mul(net.cast(mixed, "float32"), gate), self.dtype)
-        return linear(net, gated, f"{name}.dense", self.hidden)
+        mixed = qsa.attend(self.site, query, keys, values, chosen, q_gate)
+        return linear(net, mixed, f"{name}.dense", self.hidden)
 
     def _rotated(self, x: Tensor, norm: str) -> Tensor:
         """Centred norm per head, heads before tokens, rotation: [B, S, N, D] to [B, N, S, D]."""

@@ -1,23 +1,26 @@
 """Register operations with `tensorrt.plugin`: shapes, launch parameters, compiled kernel.
 
-Only `register_all` imports TensorRT; everything else is given the module `tensorrt.plugin`, so that
-the registration can be tested without it.
+Everything is given the module `tensorrt.plugin`; nothing here imports TensorRT.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from plugins.aot.compile import compile_kernel
 from plugins.aot.spec import KernelSpec
-from plugins.support.errors import CapabilityError, UsageError
+from plugins.support.errors import UsageError
 
 Attributes = Mapping[str, Any]
 # Shapes by input name -> values by name; sizes are symbolic expressions.
 Shapes = Mapping[str, Any]
+
+
+# (module, operation) -> compute capability that it was registered for.
+_registered: dict[tuple[int, str], str] = {}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Operation:
         example: attributes for which `spec` names the arguments.
         outputs: shapes of the outputs that alias no input, by name.
         values: the kernel's integers and the names its grid uses, from the input shapes.
+        compiled_for: compute capability -> an older one whose code that GPU runs too, where its own
+            code could not be launched.
     """
 
     id: str
@@ -40,6 +45,7 @@ class Operation:
     example: Attributes
     outputs: Callable[[Shapes, Attributes], Mapping[str, tuple[Any, ...]]]
     values: Callable[[Shapes, Attributes], Mapping[str, Any]]
+    compiled_for: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self) -> KernelSpec:
         """A spec to read argument names from."""
@@ -62,7 +68,11 @@ def _signature(
 
 
 def _bind(operation: Operation, given: tuple[Any, ...]) -> tuple[dict[str, Any], Attributes]:
-    """Split positional arguments in tensor descriptors and attributes, both by name."""
+    """Split positional arguments in tensor descriptors and attributes, both by name.
+
+    TensorRT gives attributes by keyword when it asks for shapes, by position when it asks for the
+    kernel.
+    """
     names = [argument.name for argument in operation.arguments().inputs]
     tensors = dict(zip(names, given, strict=False))
     attributes = dict(zip(operation.attributes, given[len(names) :], strict=False))
@@ -77,8 +87,9 @@ def describe(trtp: Any, operation: Operation) -> Callable[..., Any]:
     count = len(operation.arguments().outputs)
     returns: Any = tuple.__class_getitem__((trtp.TensorDesc,) * count)
 
-    def outputs(*given: Any) -> tuple[Any, ...]:
+    def outputs(*given: Any, **named: Any) -> tuple[Any, ...]:
         tensors, attributes = _bind(operation, given)
+        attributes = {**attributes, **named}
         spec = operation.spec(attributes)
         shapes = {name: desc.shape_expr for name, desc in tensors.items()}
         fresh = operation.outputs(shapes, attributes)
@@ -141,7 +152,7 @@ def implement(
 def register(
     trtp: Any, operation: Operation, capability: str, ptx_version: int | None = None
 ) -> None:
-    """Register one operation.
+    """Register one operation, once per process: TensorRT refuses a second time.
 
     Args:
         trtp: the module `tensorrt.plugin`, with TensorRT itself as its attribute `trt`.
@@ -150,7 +161,8 @@ def register(
         ptx_version: see `plugins.aot.compile.compile_kernel`.
 
     Raises:
-        UsageError: an attribute has a type that TensorRT does not take or the name of a tensor.
+        UsageError: an attribute has a type that TensorRT does not take or the name of a tensor, or
+            the operation was registered for another GPU.
     """
     clash = {a.name for a in operation.arguments().inputs} & set(operation.attributes)
     if clash:
@@ -167,28 +179,17 @@ def register(
                 expected="int, float, str or bool",
                 found=str(type_),
             )
+    key = id(trtp), operation.id
+    if key in _registered:
+        if _registered[key] != capability:
+            raise UsageError(
+                "a plugin is registered for one compute capability per process",
+                where=operation.id,
+                expected=_registered[key],
+                found=capability,
+            )
+        return
     trtp.register(operation.id)(describe(trtp, operation))
-    trtp.aot_impl(operation.id)(implement(trtp, operation, capability, ptx_version))
-
-
-def register_all(
-    operations: Iterable[Operation], capability: str, ptx_version: int | None = None
-) -> None:
-    """Register operations with the installed TensorRT; arguments as in `register`.
-
-    Raises:
-        CapabilityError: full TensorRT is not installed.
-    """
-    try:
-        import tensorrt
-        import tensorrt.plugin as trtp
-    except ImportError as error:
-        raise CapabilityError(
-            "plugin layers need full TensorRT",
-            found="the module tensorrt cannot be imported",
-            fix="pip install tensorrt, or build with the native lowering",
-        ) from error
-    if not hasattr(trtp, "trt"):
-        trtp.trt = tensorrt
-    for operation in operations:
-        register(trtp, operation, capability, ptx_version)
+    compiled_for = operation.compiled_for.get(capability, capability)
+    trtp.aot_impl(operation.id)(implement(trtp, operation, compiled_for, ptx_version))
+    _registered[key] = capability

@@ -138,7 +138,8 @@ def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
     )
     width = chunks * g.kept
     while True:
-        chunk = min(SELECT_CHUNK, max(g.kept, triton.next_power_of_2(width)))
+        # At least two chunks' winners at a time, or their number would not go down.
+        chunk = max(2 * g.kept, min(SELECT_CHUNK, triton.next_power_of_2(width)))
         parts = triton.cdiv(width, chunk)
         last = parts == 1
         chosen = {

@@ -10,11 +10,10 @@ less than 160 KiB of shared memory per block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from plugins.aot import quick
 from plugins.aot.quick import Attributes, Operation, Shapes
 from plugins.aot.spec import KernelSpec, ceil_div
 from plugins.dsa import plan
@@ -66,6 +65,7 @@ def _operation(
         example=example,
         outputs=outputs,
         values=values,
+        compiled_for=COMPILED_FOR,
     )
 
 
@@ -261,18 +261,3 @@ OPERATIONS: tuple[Operation, ...] = (
     *_windows(),
     _dense(),
 )
-
-
-def register_all(
-    capability: str, ptx_version: int | None = None, operations: Iterable[Operation] = OPERATIONS
-) -> None:
-    """Register DSA with the installed TensorRT.
-
-    Args:
-        capability: compute capability of the GPU that engines are built on.
-        ptx_version: see `plugins.aot.compile.compile_kernel`.
-
-    Raises:
-        CapabilityError: full TensorRT is not installed.
-    """
-    quick.register_all(operations, COMPILED_FOR.get(capability, capability), ptx_version)

@@ -21,6 +21,7 @@ commutes with the value up-projection and is applied to the latent output here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -137,8 +138,25 @@ def latent_attention(
     Returns:
         [B, S, H, L] in q_latent's dtype; rows without any token are zero.
     """
+    out, _ = latent_part(q_latent, q_rope, cache, token_ids, scale=scale)
+    return _gated(out, gate).to(q_latent.dtype)
+
+
+def latent_part(
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, token_ids: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over some of each query's rows, to be joined with that over the others.
+
+    Args:
+        as for `latent_attention`.
+
+    Returns:
+        float32 [B, S, H, L], and the base-2 logarithm of the sum of exponentials, float32
+        [B, S, H], -inf without any row.
+    """
     width = q_latent.shape[-1]
     out = torch.zeros_like(q_latent, dtype=torch.float32)
+    lse = q_latent.new_zeros(q_latent.shape[:3], dtype=torch.float32)
     for b in range(q_latent.shape[0]):
         for start in range(0, q_latent.shape[1], _QUERY_TILE):
             tile = slice(start, start + _QUERY_TILE)
@@ -152,7 +170,9 @@ def latent_attention(
             out[b, tile] = torch.einsum(
                 "shn,snl->shl", _softmax(logits, used[:, None]), rows[..., :width]
             )
-    return _gated(out, gate).to(q_latent.dtype)
+            kept = logits.masked_fill(~used[:, None], float("-inf"))
+            lse[b, tile] = torch.logsumexp(kept, dim=-1) / math.log(2)
+    return out, lse
 
 
 def expanded_attention(
@@ -164,6 +184,7 @@ def expanded_attention(
     *,
     scale: float,
     window: int | None = None,
+    first: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
     """Dense causal or windowed attention over expanded keys and values, optionally gated.
@@ -175,6 +196,7 @@ def expanded_attention(
         visible: int [B, S], leading tokens that a query sees.
         scale: factor on the dot products.
         window: a query sees only the last `window` of its visible tokens; None = all.
+        first: int [B], rows before it belong to no token; None = 0.
         gate: as in `latent_attention`.
 
     Returns:
@@ -186,6 +208,8 @@ def expanded_attention(
     seen = ids < visible[..., None]
     if window is not None:
         seen &= ids >= visible[..., None] - window
+    if first is not None:
+        seen &= ids >= first[:, None, None]
     weights = _softmax(logits, seen[:, None])
     # Rows that no query sees are cleared, so that garbage behind the tokens cannot spread.
     value = expanded.value.float().masked_fill(~seen.any(1)[..., None, None], 0.0)

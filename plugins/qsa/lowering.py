@@ -60,6 +60,7 @@ def attend_context(
     *,
     ratio: int,
     scale: float,
+    q_gate: Tensor | None = None,
 ) -> Tensor:
     """Attention of many queries through a mask.
 
@@ -70,6 +71,8 @@ def attend_context(
         positions: int32 [B, S].
         ratio: tokens per block.
         scale: factor on the dot products.
+        q_gate: [B, S, Hq * 2D], per head D other columns, then D gate columns; the output is
+            multiplied by their logistic function.
 
     Returns:
         [B, S, Hq * D].
@@ -88,7 +91,7 @@ def attend_context(
     future = net.greater(net.unsqueeze(net.iota(rows), [0, 1]), net.unsqueeze(positions, [2]))
     mask = net.unsqueeze(net.logical_and(tokens, net.logical_not(future)), [1])
     mixed = net.attention(_scaled(net, query, scale), keys, values, mask)
-    return _joined(net, net.transpose(mixed, (0, 2, 1, 3)), positions)
+    return _joined(net, net.transpose(mixed, (0, 2, 1, 3)), positions, q_gate)
 
 
 def attend_generation(
@@ -101,6 +104,7 @@ def attend_generation(
     *,
     ratio: int,
     scale: float,
+    q_gate: Tensor | None = None,
 ) -> Tensor:
     """Attention of a few queries over their gathered blocks.
 
@@ -109,7 +113,7 @@ def attend_generation(
         keys, values: [B, Hk, C, D], the caches, C static and a multiple of the ratio.
         block_ids: int32 [B, T, K].
         positions: int32 [B, T], below C.
-        ratio, scale: as in `attend_context`.
+        ratio, scale, q_gate: as in `attend_context`.
 
     Returns:
         [B, T, Hq * D].
@@ -146,7 +150,7 @@ def attend_generation(
         by_query = net.transpose(single, (0, 2, 1, 3))
         single = net.reshape(by_query, [rows_of_batch, heads, 1, width])
     mixed = net.attention(single, gathered(keys), gathered(values), mask)
-    return _joined(net, net.reshape(mixed, [batch, queries, heads, width]), positions)
+    return _joined(net, net.reshape(mixed, [batch, queries, heads, width]), positions, q_gate)
 
 
 def _scaled(net: Network, query: Tensor, scale: float) -> Tensor:
@@ -154,12 +158,18 @@ def _scaled(net: Network, query: Tensor, scale: float) -> Tensor:
     return net.cast(net.mul(net.cast(query, "float32"), scale), net.dtype(query))
 
 
-def _joined(net: Network, mixed: Tensor, positions: Tensor) -> Tensor:
-    """[B, S, Hq, D] to [B, S, Hq * D], with zeros for padding queries.
+def _joined(net: Network, mixed: Tensor, positions: Tensor, q_gate: Tensor | None) -> Tensor:
+    """[B, S, Hq, D] to [B, S, Hq * D], gated, with zeros for padding queries.
 
     Their rows had everything masked, for which kernels return anything, also NaN.
     """
     _, _, heads, width = net.shape(mixed)
-    joined = net.reshape(mixed, [net.dim(mixed, 0), net.dim(mixed, 1), heads * width])
+    batch, queries = net.dim(mixed, 0), net.dim(mixed, 1)
+    joined = net.reshape(mixed, [batch, queries, heads * width])
+    if q_gate is not None:
+        both = net.reshape(q_gate, [batch, queries, heads, 2 * width])
+        opened = net.sigmoid(net.cast(net.narrow(both, -1, width, width), "float32"))
+        opened = net.reshape(opened, [batch, queries, heads * width])
+        joined = net.cast(net.mul(net.cast(joined, "float32"), opened), net.dtype(mixed))
     padding = net.unsqueeze(net.less(positions, 0), [2])
     return net.select(padding, 0.0, joined)

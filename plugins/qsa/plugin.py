@@ -7,11 +7,10 @@ Long rows use select_chunk and select_among instead of select.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from plugins.aot import quick
 from plugins.aot.quick import Attributes, Operation, Shapes
 from plugins.aot.spec import ceil_div
 from plugins.qsa import plan
@@ -75,6 +74,7 @@ def _operation(
         example={**_EXAMPLE, **(example or {})},
         outputs=outputs,
         values=values,
+        compiled_for=COMPILED_FOR,
     )
 
 
@@ -276,18 +276,3 @@ OPERATIONS: tuple[Operation, ...] = (
     *_decode(),
     *_prefill(),
 )
-
-
-def register_all(
-    capability: str, ptx_version: int | None = None, operations: Iterable[Operation] = OPERATIONS
-) -> None:
-    """Register QSA with the installed TensorRT.
-
-    Args:
-        capability: compute capability of the GPU that engines are built on.
-        ptx_version: see `plugins.aot.compile.compile_kernel`.
-
-    Raises:
-        CapabilityError: full TensorRT is not installed.
-    """
-    quick.register_all(operations, COMPILED_FOR.get(capability, capability), ptx_version)

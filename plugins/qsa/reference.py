@@ -12,6 +12,7 @@ newest tokens. Equal scores: the lower block id is kept. A query without any tok
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -249,9 +250,28 @@ def attend(
     Returns:
         [B, S, Hq * D] in query's dtype; rows without any token are zero.
     """
+    flat = attend_part(query, key_cache, value_cache, token_ids, scale=scale)[0].flatten(2)
+    if gate is not None:
+        flat = flat * torch.sigmoid(gate.float())
+    return flat.to(query.dtype)
+
+
+def attend_part(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, token_ids: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over some of each query's tokens, to be joined with that over the others.
+
+    Args:
+        as for `attend`.
+
+    Returns:
+        float32 [B, S, Hq, D], and the base-2 logarithm of the sum of exponentials, float32
+        [B, S, Hq], -inf without any token.
+    """
     batch, heads, queries, width = query.shape
     kv_heads = key_cache.shape[1]
     out = query.new_zeros((batch, queries, heads, width), dtype=torch.float32)
+    lse = query.new_zeros((batch, queries, heads), dtype=torch.float32)
     for b in range(batch):
         for start in range(0, queries, _QUERY_TILE):
             tile = slice(start, min(start + _QUERY_TILE, queries))
@@ -267,10 +287,9 @@ def attend(
             weights = torch.nan_to_num(torch.softmax(logits, dim=-1), nan=0.0)
             mixed = torch.einsum("kgsw,kswd->skgd", weights, values)
             out[b, tile] = mixed.reshape(-1, heads, width)
-    flat = out.reshape(batch, queries, heads * width)
-    if gate is not None:
-        flat = flat * torch.sigmoid(gate.float())
-    return flat.to(query.dtype)
+            total = torch.logsumexp(logits, dim=-1) / math.log(2)
+            lse[b, tile] = total.permute(2, 0, 1).reshape(-1, heads)
+    return out, lse
 
 
 def sparse_attention(

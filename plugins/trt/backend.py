@@ -60,6 +60,14 @@ class Backend:
         capability.check_dtypes(used)
         return capability
 
+    def plugin_module(self) -> Any:
+        """The module `tensorrt.plugin`; only where the capability record has plugins."""
+        name = f"{self.trt.__name__}.plugin"
+        module = importlib.import_module(name)
+        if not hasattr(module, "trt"):
+            module.trt = self.trt  # type: ignore[attr-defined]
+        return module
+
     def logger(self) -> Any:
         """A new recording logger (see `plugins.trt.logger`)."""
         return make_logger(self.trt)

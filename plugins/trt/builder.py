@@ -73,19 +73,13 @@ def build_serialized(
         reporter: takes BUILD_STEPS (plugins.trt.progress) steps.
 
     Raises:
-        CapabilityError: a target lacks a dtype, or plugins were only recorded.
+        CapabilityError: a target lacks a dtype.
         BuildError: the profile does not fit the inputs, TensorRT refused or cancelled the build,
             or the plan was not written whole.
         KeyboardInterrupt: at once after Ctrl-C.
     """
     start = time.monotonic()
     trt, capability = net.trt, net.capability
-    if net.plugins:
-        raise CapabilityError(
-            "a network with recorded plugins is for the interpreter only",
-            where=net.plugins[0].op,
-            fix="define it for a TensorRT flavour that has plugins, or with native lowerings",
-        )
     if not net.outputs:
         raise BuildError("the network has no outputs")
     net.finish()
@@ -129,6 +123,9 @@ def _config(net: Network) -> Any:
     # Products declared float32 are meant as such.
     config.clear_flag(trt.BuilderFlag.TF32)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if net.plugins:
+        # Some plugins write their results into one of their inputs.
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     if net.capability.lists_targets:
         if not targets:
             raise CapabilityError(

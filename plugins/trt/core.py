@@ -8,7 +8,7 @@ an unusable shape into a BuildError at the line that caused it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -47,21 +47,15 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class RecordedPlugin:
-    """A plugin call noted for the interpreter, see `Network.record_plugins`.
+class PluginCall:
+    """What a plugin layer is, which TensorRT does not tell of one.
 
     Attributes:
         op: name of the operation, "namespace::name".
-        scope: scope it was added in.
-        inputs: the input tensors.
-        outputs: the stand-in network inputs that hold its results.
         attributes: the operation's attributes.
     """
 
     op: str
-    scope: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
     attributes: dict[str, Any]
 
 
@@ -73,8 +67,6 @@ class NetworkCore:
         capability: what may be used; default: the backend's for its default targets.
         source: the checkpoint's tensors; None: the network uses no weights.
         policy: which weights become inputs.
-        record_plugins: represent plugin layers by stand-in network inputs, so that the
-            interpreter can run a network whose plugins this flavour cannot build.
 
     Attributes:
         raw: the INetworkDefinition, for the builder and the tracer.
@@ -83,7 +75,7 @@ class NetworkCore:
         weight_inputs: names of network inputs that are checkpoint tensors, in order.
         taps: verification name -> tensor.
         aliases: cache output name -> cache input name, updated in place.
-        plugins: recorded plugin calls.
+        plugins: plugin layer name -> what it is.
         dtypes: every element type used so far.
     """
 
@@ -93,14 +85,12 @@ class NetworkCore:
         capability: Capability | None = None,
         source: WeightSource | None = None,
         policy: WeightPolicy | None = None,
-        record_plugins: bool = False,
     ) -> None:
         self.backend = backend
         self.trt = backend.trt
         self.capability = capability or backend.capability()
         self.source: WeightSource = source if source is not None else TensorSource({})
         self.policy = policy or WeightPolicy()
-        self.record_plugins = record_plugins
         self.logger = backend.logger()
         with no_collection():
             self.builder = self.trt.Builder(self.logger)
@@ -112,7 +102,7 @@ class NetworkCore:
         self.weight_inputs: list[str] = []
         self.taps: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
-        self.plugins: list[RecordedPlugin] = []
+        self.plugins: dict[str, PluginCall] = {}
         self.dtypes: set[str] = set()
         self._weights: dict[str, Tensor] = {}
         self._scope: list[str] = []
@@ -492,8 +482,8 @@ class NetworkCore:
         self,
         op: str,
         inputs: Sequence[Tensor],
-        attributes: dict[str, Any],
-        outputs: Sequence[tuple[str, Sequence[int]]],
+        attributes: Mapping[str, Any],
+        outputs: Sequence[tuple[str, int]],
     ) -> tuple[Tensor, ...]:
         """Add a plugin layer.
 
@@ -501,62 +491,40 @@ class NetworkCore:
             op: "namespace::name" as registered with tensorrt.plugin.
             inputs: input tensors in the order of registration.
             attributes: attribute name -> value, in the order of registration.
-            outputs: (dtype, shape) of every output, -1 for dynamic dimensions.
+            outputs: element type and rank of every output.
 
         Raises:
-            CapabilityError: the flavour has no plugins and they are not being recorded.
+            CapabilityError: the flavour has no plugins, or this one is not registered.
             BuildError: TensorRT refused, or its outputs are not the declared ones.
         """
-        label = op.replace("::", "_")
-        if self.record_plugins:
-            return self._record_plugin(op, label, inputs, attributes, outputs)
         self.capability.require(
             "has_plugins",
             f"plugin layers, which {op} needs",
             fix="use the native lowering for this flavour",
         )
+        label = op.replace("::", "_")
         namespace, _, name = op.partition("::")
-        registered = getattr(getattr(self.trt.plugin.op, namespace, None), name, None)
+        registered = getattr(self.backend.plugin_module().op, namespace, None)
+        registered = getattr(registered, name, None)
         if registered is None:
             raise CapabilityError(
-                "the plugin is not registered", where=op, fix="import its plugin module first"
+                "the plugin is not registered", where=op, fix="register it first: plugins.aot.quick"
             )
-        layer = self.raw.add_plugin(registered(*inputs, **attributes), aot=True)
+        try:
+            call = registered(*inputs, **attributes)
+        except ValueError as error:
+            raise self._fail("TensorRT refused the plugin call", label, found=str(error)) from error
+        layer = self.raw.add_plugin(call, aot=True)
         results = self._done(layer, label, len(outputs))
-        for result, (dtype, shape) in zip(results, outputs, strict=True):
-            found = (self.dtype(result), self.shape(result))
-            if found != (dtype, tuple(shape)):
+        self.plugins[results[0].name] = PluginCall(op, dict(attributes))
+        for result, (dtype, rank) in zip(results, outputs, strict=True):
+            if self.dtype(result) != dtype or self.rank(result) != rank:
                 raise BuildError(
                     "the plugin's output is not the declared one",
                     where=result.name,
-                    expected=f"{dtype} {list(shape)}",
-                    found=f"{found[0]} {list(found[1])}",
+                    expected=f"{dtype} of rank {rank}",
+                    found=f"{self.dtype(result)} {list(self.shape(result))}",
                 )
-        return results
-
-    def _record_plugin(
-        self,
-        op: str,
-        label: str,
-        inputs: Sequence[Tensor],
-        attributes: dict[str, Any],
-        outputs: Sequence[tuple[str, Sequence[int]]],
-    ) -> tuple[Tensor, ...]:
-        name = self._unique(label)
-        self._names.add(name)
-        results = tuple(
-            self.input(f"plugin:{name}:{index}", dtype, shape)
-            for index, (dtype, shape) in enumerate(outputs)
-        )
-        self.plugins.append(
-            RecordedPlugin(
-                op,
-                self.scope_name,
-                tuple(inputs),
-                results,
-                dict(attributes),
-            )
-        )
         return results
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from plugins.trt.core import Constant, NetworkCore, RecordedPlugin
+from plugins.trt.core import Constant, NetworkCore, PluginCall
 from plugins.trt.loops import Loop, LoopLayers
 from plugins.trt.shapes import Dim
 from plugins.trt.types import Tensor
 
-__all__ = ["Constant", "Dim", "Loop", "Network", "NetworkCore", "RecordedPlugin", "Tensor"]
+__all__ = ["Constant", "Dim", "Loop", "Network", "NetworkCore", "PluginCall", "Tensor"]
 
 
 class Network(LoopLayers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -139,7 +139,13 @@ class Opened:
 
 def open_executor(config: EngineConfig, engine_dir: Path, executor: str, device: str) -> Opened:
     """Open the executor that `choose` picks on this machine."""
-    pick = choose(config, probe(config.flavor), executor, device)
+    machine = probe(config.flavor)
+    if config.plugins:
+        # Only engines with plugins need the kernels and their compiler.
+        from plugins.operations import digests
+
+        machine = replace(machine, operations=digests())
+    pick = choose(config, machine, executor, device)
     opened: Executor
     # Only the chosen one is imported: each brings libraries the other does not need.
     if pick.name == "tensorrt":

@@ -154,14 +154,6 @@ def _rotary(raw: Any) -> Attributes:
     return {"interleaved": raw.interleaved, "rotary_dim": raw.rotary_embedding_dim}
 
 
-def _plugin(raw: Any) -> Attributes:
-    raise CapabilityError(
-        "plugin layers of a network cannot be read back",
-        where=raw.name,
-        fix="define the network for the interpreter with recorded plugins",
-    )
-
-
 READERS: dict[str, Reader] = {
     "ACTIVATION": Reader("IActivationLayer", "activation", _activation),
     "ATTENTION_OUTPUT": Reader("IAttentionOutputLayer", "attention", _attention),
@@ -178,7 +170,8 @@ READERS: dict[str, Reader] = {
     "KV_CACHE_UPDATE": Reader("IKVCacheUpdateLayer", "kv_cache_update", _none),
     "MATRIX_MULTIPLY": Reader("IMatrixMultiplyLayer", "matmul", _matmul),
     "NORMALIZATION": Reader("INormalizationLayer", "normalization", _normalization),
-    "PLUGIN_V3": Reader("IPluginV3Layer", "plugin", _plugin),
+    # Its attributes are those that the network noted: a plugin layer tells nothing.
+    "PLUGIN_V3": Reader("IPluginV3Layer", "plugin", _none),
     "QUANTIZE": Reader("IQuantizeLayer", "quantize", _granularity),
     "REDUCE": Reader("IReduceLayer", "reduce", _reduce),
     "ROTARY_EMBEDDING": Reader("IRotaryEmbeddingLayer", "rotary_embedding", _rotary),

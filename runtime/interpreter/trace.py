@@ -128,16 +128,14 @@ class _Tracer:
     def __init__(self, net: Network) -> None:
         self._net = net
         self._targets = (*net.outputs, *(t.name for t in net.taps.values()))
-        needed = (t.name for plugin in net.plugins for t in plugin.inputs)
-        self._graph = _Graph(net, (*self._targets, *needed))
+        self._graph = _Graph(net, self._targets)
         self._tensors: dict[str, TensorInfo] = {}
 
     def program(self) -> Program:
         net = self._net
         self._refuse_stale_cache_reads()
         nodes = self._order(None)
-        standins = {t.name for plugin in net.plugins for t in plugin.outputs}
-        inputs = tuple(n for n in net.inputs if n not in net.weight_inputs and n not in standins)
+        inputs = tuple(n for n in net.inputs if n not in net.weight_inputs)
         used = {n for node in nodes for n in node.inputs if n is not None}
         used |= set(self._targets)
         weights = {n: n for n in net.weight_inputs if n in used}
@@ -158,9 +156,6 @@ class _Tracer:
                 self._tensors[name] = TensorInfo.model_construct(
                     dtype=constant.dtype, shape=constant.shape
                 )
-        for plugin in net.plugins:
-            for tensor in plugin.outputs:
-                self._declare(tensor)
         program = Program(
             nodes=nodes,
             tensors=self._tensors,
@@ -199,7 +194,7 @@ class _Tracer:
     def _order(self, home: str | None) -> tuple[Node, ...]:
         """Nodes of one context (the network or a loop body) in an order that can run.
 
-        A context's units are its own layers, the loops directly in it and recorded plugins.
+        A context's units are its own layers and the loops directly in it.
         """
         graph = self._graph
         units: dict[str, tuple[int, list[str | None], tuple[str, ...], Any]] = {}
@@ -216,17 +211,6 @@ class _Tracer:
                 node = self._loop(loop)
                 index = min(m.index for m in graph.loops[loop])
                 units[loop] = (index, list(node.inputs), node.outputs, node)
-        if home is None:
-            for number, plugin in enumerate(self._net.plugins):
-                node = Node(
-                    kind="plugin",
-                    name=plugin.outputs[0].name,
-                    scope=plugin.scope,
-                    inputs=tuple(t.name for t in plugin.inputs),
-                    outputs=tuple(t.name for t in plugin.outputs),
-                    attributes={"op": plugin.op, "values": plugin.attributes},
-                )
-                units[node.name] = (number, list(node.inputs), node.outputs, node)
         return tuple(self._emit(unit) for unit in _topological(units))
 
     def _emit(self, unit: Any) -> Node:
@@ -236,13 +220,17 @@ class _Tracer:
         reader = READERS[layer.type]
         for index in range(layer.raw.num_outputs):
             self._declare(layer.raw.get_output(index))
+        attributes = reader.read(layer.raw)
+        if reader.kind == "plugin":
+            call = self._net.plugins[layer.raw.name]
+            attributes = {"op": call.op, "values": call.attributes}
         return Node.model_construct(
             kind=reader.kind,
             name=layer.raw.name,
             scope=layer.raw.metadata,
             inputs=layer.input_names,
             outputs=tuple(layer.outputs),
-            attributes=reader.read(layer.raw),
+            attributes=attributes,
             loop=None,
         )
 

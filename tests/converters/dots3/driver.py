@@ -19,6 +19,7 @@ from plugins.trt.network import Network
 from plugins.trt.weights import TensorSource, WeightPolicy
 from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.trace import trace
+from tests.plugins.full_trt import capability_for, full_backend
 
 
 def defined(
@@ -28,12 +29,12 @@ def defined(
     limits: EngineLimits,
     policy: WeightPolicy | None = None,
     targets: Sequence[str] | None = None,
+    plugins: bool = False,
 ) -> tuple[Network, Definition]:
-    """A defined network."""
-    backend = load_backend()
-    net = Network(
-        backend, backend.capability(targets), TensorSource(weights), policy or WeightPolicy("auto")
-    )
+    """A defined network; with `plugins` that of full TensorRT, for the first of the targets."""
+    backend = full_backend() if plugins else load_backend()
+    capability = capability_for((targets or ["9.0"])[0]) if plugins else backend.capability(targets)
+    net = Network(backend, capability, TensorSource(weights), policy or WeightPolicy("auto"))
     return net, define(net, config, phase, limits)
 
 
@@ -53,6 +54,7 @@ class Driver:
     phases: Sequence[Phase] = ("context", "generation")
     promote_floats: bool = False
     targets: Sequence[str] | None = None
+    plugins: bool = False
     programs: dict[Phase, Any] = field(default_factory=dict)
     definitions: dict[Phase, Definition] = field(default_factory=dict)
     history: list[list[int]] = field(default_factory=list)
@@ -62,7 +64,12 @@ class Driver:
     def __post_init__(self) -> None:
         for phase in self.phases:
             net, self.definitions[phase] = defined(
-                self.config, self.weights, phase, self.limits, targets=self.targets
+                self.config,
+                self.weights,
+                phase,
+                self.limits,
+                targets=self.targets,
+                plugins=self.plugins,
             )
             self.programs[phase] = trace(net)
         self.bind(self.weights)

@@ -21,6 +21,7 @@ from plugins.trt.network import Network
 from plugins.trt.weights import TensorSource, WeightPolicy
 from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.trace import trace
+from tests.plugins.full_trt import capability_for, full_backend
 
 
 def defined(
@@ -30,12 +31,12 @@ def defined(
     limits: EngineLimits,
     policy: WeightPolicy | None = None,
     targets: Sequence[str] | None = None,
+    plugins: bool = False,
 ) -> tuple[Network, Definition]:
-    """A defined network."""
-    backend = load_backend()
-    net = Network(
-        backend, backend.capability(targets), TensorSource(weights), policy or WeightPolicy("auto")
-    )
+    """A defined network; with `plugins` that of full TensorRT, for the first of the targets."""
+    backend = full_backend() if plugins else load_backend()
+    capability = capability_for((targets or ["9.0"])[0]) if plugins else backend.capability(targets)
+    net = Network(backend, capability, TensorSource(weights), policy or WeightPolicy("auto"))
     return net, define(net, config, phase, limits)
 
 
@@ -58,12 +59,18 @@ class Driver:
     memory: dict[str, Tensor] = field(default_factory=dict)
     promote_floats: bool = False
     targets: Sequence[str] | None = None
+    plugins: bool = False
 
     def __post_init__(self) -> None:
         phases: tuple[Phase, ...] = ("context", "generation")
         for phase in phases:
             net, definition = defined(
-                self.config, self.weights, phase, self.limits, targets=self.targets
+                self.config,
+                self.weights,
+                phase,
+                self.limits,
+                targets=self.targets,
+                plugins=self.plugins,
             )
             self.programs[phase] = trace(net)
             self.definitions[phase] = definition

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,95 +10,13 @@ import torch
 from plugins.aot import quick
 from plugins.qsa import kernel, plan
 from plugins.qsa.plan import Geometry
-from plugins.qsa.plugin import OPERATIONS, geometry_attributes, register_all
-from plugins.support.errors import CapabilityError, UsageError
+from plugins.qsa.plugin import OPERATIONS, geometry_attributes
+from plugins.support.errors import UsageError
+from plugins.trt.backend import load_backend
+from tests.plugins.full_trt import Desc, Expr, plugin_module, value
 
+TRT = load_backend("tensorrt_rtx").trt
 BY_ID = {operation.id: operation for operation in OPERATIONS}
-
-
-class Expr:
-    """A symbolic 32-bit integer: records arithmetic, evaluated by substituting sizes."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def _join(self, sign: str, other: Any, flip: bool = False) -> Expr:
-        mine, its = self.text, getattr(other, "text", repr(other))
-        return Expr(f"({its} {sign} {mine})" if flip else f"({mine} {sign} {its})")
-
-    def __add__(self, other: Any) -> Expr:
-        return self._join("+", other)
-
-    def __sub__(self, other: Any) -> Expr:
-        return self._join("-", other)
-
-    def __mul__(self, other: Any) -> Expr:
-        return self._join("*", other)
-
-    def __rmul__(self, other: Any) -> Expr:
-        return self._join("*", other, flip=True)
-
-    def __floordiv__(self, other: Any) -> Expr:
-        return self._join("//", other)
-
-
-def value(expression: Any, **sizes: int) -> int:
-    return eval(getattr(expression, "text", repr(expression)), {"__builtins__": {}}, sizes)
-
-
-class Desc:
-    """A tensor descriptor: shape expressions and a data type."""
-
-    def __init__(self, shape: tuple[Any, ...], dtype: Any = None, of: Desc | None = None) -> None:
-        self.shape_expr, self.dtype, self.aliases = shape, dtype, of
-
-    def aliased(self) -> Desc:
-        return Desc(self.shape_expr, self.dtype, self)
-
-
-class Launch:
-    pass
-
-
-def stand_in() -> Any:
-    """The parts of tensorrt.plugin that registration uses; collects what is registered."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def register(name: str) -> Any:
-        def keep(function: Any) -> Any:
-            annotations = [p.annotation for p in inspect.signature(function).parameters.values()]
-            kinds = [a is Desc for a in annotations]
-            # TensorRT: tensors first, then attributes, each with a type and without a default.
-            assert kinds == sorted(kinds, reverse=True)
-            assert all(a in (Desc, int, float, str, bool) for a in annotations)
-            found[name] = {"describe": function}
-            return function
-
-        return keep
-
-    def aot_impl(name: str) -> Any:
-        def keep(function: Any) -> Any:
-            names = list(inspect.signature(function).parameters)
-            assert names[-2:] == ["outputs", "tactic"]
-            assert names[:-2] == list(inspect.signature(found[name]["describe"]).parameters)
-            found[name]["implement"] = function
-            return function
-
-        return keep
-
-    dtypes = SimpleNamespace(float32="f32", float16="f16", bfloat16="bf16", fp8="fp8", int32="i32")
-    return SimpleNamespace(
-        TensorDesc=Desc,
-        KernelLaunchParams=Launch,
-        SymExprs=list,
-        SymIntExprs=lambda n: [None] * n,
-        SymInt32=lambda v: v,
-        from_shape_expr=Desc,
-        register=register,
-        aot_impl=aot_impl,
-        trt=dtypes,
-        found=found,
-    )
 
 
 def tensors(name: str, shapes: dict[str, tuple[Any, ...]]) -> list[Desc]:
@@ -110,14 +25,16 @@ def tensors(name: str, shapes: dict[str, tuple[Any, ...]]) -> list[Desc]:
 
 @pytest.fixture(scope="module")
 def trtp() -> Any:
-    module = stand_in()
+    module = plugin_module(TRT)
     for operation in OPERATIONS:
         quick.register(module, operation, "9.0")
     return module
 
 
 def test_every_operation_registers(trtp: Any) -> None:
-    assert set(trtp.found) == set(BY_ID)
+    assert set(trtp.known) == set(BY_ID)
+    for operation in OPERATIONS:
+        quick.register(trtp, operation, "9.0")
     for operation in OPERATIONS:
         for name, kind in operation.attributes.items():
             assert type(operation.example[name]) is kind, (operation.id, name)
@@ -126,9 +43,11 @@ def test_every_operation_registers(trtp: Any) -> None:
 def run(trtp: Any, name: str, shapes: dict[str, tuple[Any, ...]], **changes: Any) -> tuple:
     operation = BY_ID[name]
     attributes = {**operation.example, **changes}
-    given = [*tensors(name, shapes), *(attributes[n] for n in operation.attributes)]
-    outputs = trtp.found[name]["describe"](*given)
-    return outputs, trtp.found[name]["implement"](*given, outputs, 1)
+    known, given = trtp.known[name], tensors(name, shapes)
+    ordered = {n: attributes[n] for n in operation.attributes}
+    # As TensorRT does: attributes by keyword for shapes, by position for the kernel.
+    outputs = known.describe(*given, **ordered)
+    return outputs, known.implement(*given, *ordered.values(), outputs, 1)
 
 
 def test_decode_attention_launch(trtp: Any) -> None:
@@ -137,11 +56,11 @@ def test_decode_attention_launch(trtp: Any) -> None:
     (out,), (name, ptx, launch, scalars) = run(trtp, "qsa::attend", shapes)
     sizes = {"B": 64, "S": 3, "C": 4096}
     assert [value(e, **sizes) for e in out.shape_expr] == [64, 3, 6144]
-    assert out.dtype == "bf16"
+    assert out.dtype == TRT.bfloat16
     assert [value(e, **sizes) for e in scalars] == [3, 4096]
     grid = (launch.grid_x, launch.grid_y, launch.grid_z)
     assert [value(e, **sizes) for e in grid] == [64 * 3 * 2, 1, 1]
-    assert launch.block_x == 128 and 0 < launch.shared_mem <= 227 * 1024
+    assert value(launch.block_x) == 128 and 0 < value(launch.shared_mem) <= 227 * 1024
     assert f".entry {name}(" in ptx
 
 
@@ -172,7 +91,7 @@ def test_prepare_updates_its_caches_in_place(trtp: Any) -> None:
     assert aliased == {"key_cache", "value_cache", "index_keys"}
     sizes = {"B": 5, "S": 7}
     assert [value(e, **sizes) for e in scalars] == [7, 4096, 1024, 5]
-    assert value(launch.grid_x, **sizes) == 35 and launch.grid_y == 8
+    assert value(launch.grid_x, **sizes) == 35 and value(launch.grid_y) == 8
 
 
 def test_the_same_grid_as_direct_launches(trtp: Any) -> None:
@@ -213,16 +132,15 @@ def test_an_attribute_of_another_type_is_refused() -> None:
     operation = BY_ID["qsa::merge"]
     broken = quick.Operation(**{**vars(operation), "attributes": {"sizes": list}})
     with pytest.raises(UsageError, match="type"):
-        quick.register(stand_in(), broken, "9.0")
+        quick.register(plugin_module(TRT), broken, "9.0")
     broken = quick.Operation(**{**vars(operation), "attributes": {"gate": int}})
     with pytest.raises(UsageError, match="share a name"):
-        quick.register(stand_in(), broken, "9.0")
+        quick.register(plugin_module(TRT), broken, "9.0")
 
 
-def test_without_tensorrt_registration_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(CapabilityError, match="full TensorRT"):
-        register_all("9.0")
+def test_one_process_builds_for_one_gpu(trtp: Any) -> None:
+    with pytest.raises(UsageError, match="one compute capability"):
+        quick.register(trtp, BY_ID["qsa::merge"], "8.0")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -138,6 +138,7 @@ FROM_11: dict[str, tuple[str, ...]] = {
     "TripLimit": ("COUNT", "WHILE"),
     "LoopOutput": ("CONCATENATE", "LAST_VALUE"),
     "KVCacheMode": ("LINEAR",),
+    "PreviewFeature": ("ALIASED_PLUGIN_IO_10_03",),
     "CausalMaskKind": ("LOWER_RIGHT", "NONE", "UPPER_LEFT"),
     "AttentionNormalizationOp": ("SOFTMAX",),
 }

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 from plugins.support.errors import BuildError, CapabilityError, InputError
-from plugins.trt.backend import load_backend
-from plugins.trt.builder import build_serialized
 from plugins.trt.network import Network
 from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.kinds import KINDS, Bound
 from runtime.interpreter.trace import trace
+from tests.plugins.full_trt import capability_for, full_backend
 from tests.runtime.interpreter.harness import define, new_network, program_of, run
 
 
@@ -193,17 +193,34 @@ def test_an_unknown_layer_is_named() -> None:
 
 
 def _plugin_network() -> Network:
-    net = Network(load_backend("tensorrt_rtx"), record_plugins=True)
+    net = Network(full_backend(), capability_for("9.0"))
     x = net.input("x", "float32", (-1, 4))
     with net.scope("layers.1"):
-        a, b = net.plugin(
-            "test::split",
-            [net.mul(x, 2.0)],
-            {"at": 1},
-            [("float32", (-1, 1)), ("float32", (-1, 3))],
-        )
+        _register_split(net.backend.plugin_module())
+        a, b = net.plugin("test::split", [net.mul(x, 2.0)], {"at": 1}, [("float32", 2)] * 2)
+        assert (net.shape(a), net.shape(b)) == ((-1, 1), (-1, 3))
         net.output(net.add(net.reduce_sum(b, (1,)), a), "y")
     return net
+
+
+def _register_split(trtp: Any) -> None:
+    if "test::split" in trtp.known:
+        return
+
+    def describe(x, at):
+        rows, columns = x.shape_expr
+        left = trtp.from_shape_expr((rows, at), x.dtype)
+        return left, trtp.from_shape_expr((rows, columns - at), x.dtype)
+
+    def implement(x, at, outputs, tactic):
+        raise AssertionError("nothing is built here")
+
+    desc = trtp.TensorDesc
+    describe.__annotations__ = {"x": desc, "at": int, "return": tuple[desc, desc]}
+    launch = tuple[str, str, trtp.KernelLaunchParams, trtp.SymExprs]
+    implement.__annotations__ = {"return": launch}
+    trtp.register("test::split")(describe)
+    trtp.aot_impl("test::split")(implement)
 
 
 def _split(inputs, attributes):
@@ -211,18 +228,29 @@ def _split(inputs, attributes):
     return x[:, : attributes["at"]], x[:, attributes["at"] :]
 
 
-def test_recorded_plugins_run_by_the_given_implementation(tmp_path) -> None:
-    net = _plugin_network()
-    program = trace(net)
+def test_plugins_run_by_the_given_implementation() -> None:
+    program = trace(_plugin_network())
     assert program.inputs == ("x",)
+    (node,) = (n for n in program.nodes if n.kind == "plugin")
+    assert (node.name, node.scope) == ("layers.1.test_split", "layers.1")
     x = torch.randn(3, 4)
     run = Interpreter(program, {}, strict=True, plugin_ops={"test::split": _split}).run
     for _ in range(2):
         assert torch.allclose(run({"x": x})["y"], 2 * x.sum(1, keepdim=True), atol=1e-5)
     with pytest.raises(CapabilityError, match="test::split"):
         Interpreter(program, {}).run({"x": x})
-    with pytest.raises(CapabilityError, match="recorded plugins"):
-        build_serialized(net, {"x": ((1, 4), (1, 4), (2, 4))}, tmp_path / "e")
+
+
+def test_plugin_calls_that_tensorrt_refuses() -> None:
+    net = _plugin_network()
+    x = net.inputs["x"]
+    for attributes in ({"at": 1.0}, {}, {"other": 1}):
+        with pytest.raises(BuildError, match="refused the plugin call"):
+            net.plugin("test::split", [x], attributes, [("float32", 2)] * 2)
+    with pytest.raises(CapabilityError, match="not registered"):
+        net.plugin("test::none", [x], {}, [("float32", 2)])
+    with pytest.raises(BuildError, match="not the declared one"):
+        net.plugin("test::split", [x], {"at": 1}, [("float32", 2), ("float32", 3)])
 
 
 def test_an_operation_that_disagrees_with_its_declaration() -> None:

@@ -1,0 +1,84 @@
+"""QSA as a chain of plugin layers, one per kernel; `plugins.qsa.layer` calls it.
+
+Kernels, tiles and splits are fixed when a layer is built: they are those that `plugins.qsa.kernel`
+would choose for the largest call of the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+from plugins.aot import layer
+from plugins.qsa import kernel
+from plugins.qsa.layer import Site
+from plugins.qsa.plan import Tiles
+from plugins.qsa.plugin import NAMESPACE, OPERATIONS, geometry_attributes
+from plugins.trt.types import Tensor
+
+_BY_NAME = {operation.id.removeprefix(f"{NAMESPACE}::"): operation for operation in OPERATIONS}
+
+
+def _add(site: Site, name: str, tensors: dict[str, Tensor], **attributes: Any) -> dict[str, Tensor]:
+    """Add a plugin layer; `past` and `new` come along where it takes them."""
+    given = {"past": site.past, "new": site.new, **tensors}
+    geometry = geometry_attributes(site.geometry)
+    return layer.add(site.net, _BY_NAME[name], given, geometry | attributes)
+
+
+def _tiles(tiles: Tiles) -> dict[str, int]:
+    return {"columns": tiles.columns, "warps": tiles.warps, "stages": tiles.stages}
+
+
+def select(site: Site, index_query: Tensor, block_keys: Tensor, most: int) -> Tensor:
+    """As `layer.select`; `block_keys` [B, 1, NB, Di] are those looked at, NB at most `most`."""
+    g = site.geometry
+    scores = _add(
+        site,
+        "score",
+        {"index_query": index_query, "index_keys": site.net.squeeze(block_keys, [1])},
+        query_rows=min(site.steps, kernel.SCORE_ROWS),
+        tiles=kernel.score_tiles(site.slots, site.steps, most),
+        **_tiles(Tiles(64, 4, 3)),
+    )["scores"]
+    if most <= kernel.SELECT_WHOLE:
+        chunk = max(32, g.blocks, triton.next_power_of_2(most))
+        warps = kernel.select_warps(chunk)
+        return _add(site, "select", {"scores": scores}, chunk=chunk, warps=warps)["ids"]
+    chunk = max(kernel.SELECT_CHUNK, g.blocks)
+    chunks, warps = triton.cdiv(most, chunk), kernel.select_warps(chunk)
+    found = _add(site, "select_chunk", {"scores": scores}, chunk=chunk, chunks=chunks, warps=warps)
+    warps = kernel.select_warps(chunks * g.blocks)
+    return _add(site, "select_among", found | {"scores": scores}, chunks=chunks, warps=warps)["ids"]
+
+
+def attend(
+    site: Site, query: Tensor, keys: Tensor, values: Tensor, block_ids: Tensor, q_gate: Tensor
+) -> Tensor:
+    """As `layer.attend`."""
+    inputs = {"q": query, "k_cache": keys, "v_cache": values, "blocks": block_ids}
+    gate = {"gate": q_gate}
+    if site.context:
+        return _attend_tiles(site, inputs, gate)
+    how = kernel.decode_plan(site.geometry, site.slots * site.steps)
+    tiles = _tiles(how.tiles)
+    if how.splits == 1:
+        return _add(site, "attend", inputs | gate, interleaved_gate=1, **tiles)["out"]
+    if how.once:
+        del tiles["stages"]
+    name = "attend_once" if how.once else "attend_split"
+    parts = _add(site, name, inputs, splits=how.splits, **tiles)
+    return _add(site, "merge", parts | gate, splits=how.splits, interleaved_gate=1)["out"]
+
+
+def _attend_tiles(site: Site, inputs: dict[str, Tensor], gate: dict[str, Tensor]) -> Tensor:
+    """Neighbouring queries read their blocks together where they share enough of them."""
+    how = kernel.PREFILL
+    words = site.net.shape(inputs["k_cache"])[2] // site.geometry.ratio
+    union = _add(site, "unite", {"blocks": inputs["blocks"]}, tile_rows=how.rows, words=words)
+    given = inputs | gate | {"counts": union["counts"], "entries": union["entries"]}
+    common = {"tile_rows": how.rows, "interleaved_gate": 1}
+    together = _add(site, "attend_tile", given, **common, **_tiles(how.together))["out"]
+    done = given | {"together": together}
+    return _add(site, "attend_apart", done, **common, **_tiles(how.apart))["out"]

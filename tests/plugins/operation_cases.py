@@ -1,0 +1,265 @@
+"""Plugin layers one by one, in Triton's interpreter: kernel and definition give the same.
+
+Run by test_operations.py in a process of its own: the interpreter must be chosen before a kernel is
+imported. Where several layers make one result, every mixture of kernels and definitions must give
+it, so that what they hand to each other is defined too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugins import operations
+from plugins.dsa import plan as dsa_plan
+from plugins.dsa.plugin import geometry_attributes as dsa_attributes
+from plugins.qsa import plan as qsa_plan
+from plugins.qsa.plugin import geometry_attributes as qsa_attributes
+from plugins.support.errors import CapabilityError
+
+QSA = qsa_plan.Geometry(
+    heads=6, kv_heads=2, width=32, index_heads=4, index_width=32, ratio=4, blocks=8,
+    dtype="float32", cache_dtype="float32",
+)  # fmt: skip
+FULL = dsa_plan.Geometry(
+    heads=6, latent=40, rope=8, nope=16, value=20, index_heads=5, index_width=24, kept=16,
+    dtype="float32",
+)  # fmt: skip
+SLIDING = dsa_plan.Geometry(
+    heads=5, latent=56, rope=8, nope=24, value=20, index_heads=0, index_width=0, kept=0, window=9,
+    dtype="float32",
+)  # fmt: skip
+# Layers that no chain below has: `prepare` is tested against its definition with the kernels, and
+# `window` is for compute capability 9.0 only.
+ELSEWHERE = {"qsa::prepare", "dsa::window"}
+
+# An empty slot, a padding slot, lengths around the budget, more than it.
+PAST = torch.tensor([0, 20, 14, 31, 83], dtype=torch.int32)
+NEW = torch.tensor([3, 0, 2, 3, 3], dtype=torch.int32)
+STEPS, BATCH = 3, 5
+
+Stage = tuple[str, dict[str, Any]]
+tried: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(11)
+
+
+def chain(
+    stages: Sequence[Stage], inputs: Mapping[str, Tensor], kernels: Sequence[bool]
+) -> dict[str, Tensor]:
+    """Run stages, each by its kernel or by its definition; later ones see earlier outputs."""
+    known = dict(inputs)
+    for (name, attributes), by_kernel in zip(stages, kernels, strict=True):
+        operation = operations.OPERATIONS[name]
+        spec = operation.spec(attributes)
+        tried.add(name)
+        given = {a.name: known[a.name].clone() for a in spec.inputs}
+        run: Callable[..., dict[str, Tensor]] = operations.DEFINITIONS[name]
+        made = (
+            operations.launch(operation, given, attributes) if by_kernel else run(given, attributes)
+        )
+        made |= {after: given[before] for after, before in spec.aliases.items()}
+        assert set(made) == {a.name for a in spec.outputs}
+        sizes = operation.outputs({n: tuple(t.shape) for n, t in given.items()}, attributes)
+        for argument in spec.outputs:
+            if argument.name in sizes:
+                assert tuple(made[argument.name].shape) == sizes[argument.name], argument.name
+                assert str(made[argument.name].dtype) == f"torch.{argument.dtype}"
+        known |= made
+        # What `attend_apart` updates is what `attend_tile` made.
+        if name == "qsa::attend_tile":
+            known["together"] = made["out"]
+        if name == "dsa::select_among":
+            known |= {
+                "candidates": made["chosen_tokens"],
+                "candidate_bits": made["chosen_bits"],
+            }
+    return known
+
+
+def every_mixture(stages: Sequence[Stage], inputs: Mapping[str, Tensor], result: str) -> Tensor:
+    """The result, after comparing all ways to get it."""
+    wanted = chain(stages, inputs, [False] * len(stages))[result]
+    for kernels in itertools.product((False, True), repeat=len(stages)):
+        found = chain(stages, inputs, kernels)[result]
+        if found.dtype == torch.int32:
+            assert torch.equal(found, wanted), kernels
+        else:
+            assert torch.isfinite(found).all()
+            assert (found - wanted).abs().max() < 2e-5, kernels
+    return wanted
+
+
+def call(**tensors: Tensor) -> dict[str, Tensor]:
+    return {"past": PAST, "new": NEW, **tensors}
+
+
+# -- QSA -------------------------------------------------------------------------------------------
+
+TILES = {"columns": 16, "warps": 4, "stages": 1}
+
+
+def qsa(name: str, **attributes: Any) -> Stage:
+    return f"qsa::{name}", {**qsa_attributes(QSA), **attributes}
+
+
+def test_qsa_scores_and_selection() -> None:
+    inputs = call(
+        index_query=torch.randn(BATCH, 4, STEPS, 32), index_keys=torch.randn(BATCH, 72, 32)
+    )
+    # The last slot has 71 blocks.
+    inputs["past"] = torch.tensor([0, 20, 14, 31, 283], dtype=torch.int32)
+    score = qsa("score", query_rows=4, tiles=2, **TILES)
+    whole = every_mixture([score, qsa("select", chunk=128, warps=1)], inputs, "ids")
+    chunks = [
+        qsa("select_chunk", chunk=32, chunks=3, warps=1),
+        qsa("select_among", chunks=3, warps=1),
+    ]
+    assert torch.equal(every_mixture([score, *chunks], inputs, "ids"), whole)
+    assert whole[4, 2, -1] > 8
+
+
+def qsa_inputs() -> dict[str, Tensor]:
+    scores = torch.rand(BATCH, STEPS, 24)
+    select = operations.DEFINITIONS["qsa::select"]
+    return call(
+        q=torch.randn(BATCH, 6, STEPS, 32),
+        k_cache=torch.randn(BATCH, 2, 96, 32),
+        v_cache=torch.randn(BATCH, 2, 96, 32),
+        blocks=select(call(scores=scores), qsa("select", chunk=32, warps=1)[1])["ids"],
+        gate=torch.randn(BATCH, STEPS, 6 * 64),
+    )
+
+
+def test_qsa_attention() -> None:
+    inputs, gated = qsa_inputs(), {"interleaved_gate": 1}
+    whole = every_mixture([qsa("attend", **gated, **TILES)], inputs, "out")
+    assert (whole[1] == 0).all() and (whole[2, 2] == 0).all()
+    merge = qsa("merge", splits=2, **gated)
+    split = every_mixture([qsa("attend_split", splits=2, **TILES), merge], inputs, "out")
+    once = [qsa("attend_once", splits=3, columns=16, warps=4), qsa("merge", splits=3, **gated)]
+    assert (every_mixture(once, inputs, "out") - whole).abs().max() < 2e-5
+    assert (split - whole).abs().max() < 2e-5
+    plain = {**inputs, "gate": inputs["gate"].view(BATCH, STEPS, 6, 2, 32)[:, :, :, 1].flatten(2)}
+    other = every_mixture([qsa("attend", interleaved_gate=0, **TILES)], plain, "out")
+    assert (other - whole).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_qsa_attention_in_tiles(rows: int) -> None:
+    inputs = qsa_inputs()
+    # Neighbours that share all blocks, beside those that share few.
+    inputs["blocks"][3] = inputs["blocks"][3, :1]
+    whole = every_mixture([qsa("attend", interleaved_gate=1, **TILES)], inputs, "out")
+    tiled = {"tile_rows": rows, "interleaved_gate": 1, **TILES}
+    stages = [
+        qsa("unite", tile_rows=rows, words=24),
+        qsa("attend_tile", **tiled),
+        qsa("attend_apart", **tiled),
+    ]
+    assert (every_mixture(stages, inputs, "out") - whole).abs().max() < 2e-5
+    counts = chain(stages[:1], inputs, [False])["counts"]
+    apart = counts > qsa_plan.union_limit(QSA, rows)
+    assert apart.any() and not apart.all()
+
+
+# -- DSA -------------------------------------------------------------------------------------------
+
+
+def dsa(name: str, g: dsa_plan.Geometry = FULL, **attributes: Any) -> Stage:
+    return f"dsa::{name}", {**dsa_attributes(g), **attributes}
+
+
+def test_dsa_scores_and_selection() -> None:
+    inputs = call(
+        index_query=torch.randn(BATCH, STEPS, 5, 24),
+        index_keys=torch.randn(BATCH, 1, 90, 24),
+        head_weights=torch.randn(BATCH, STEPS, 5),
+    )
+    score = dsa("score", queries=2, tokens=16, warps=4, stages=1, run=32)
+    whole = every_mixture([score, dsa("select", chunk=128, warps=1)], inputs, "tokens")
+    chunks = [
+        dsa("select_chunk", chunk=32, chunks=3),
+        dsa("select_among", chunk=32, width=48),
+        dsa("select_among", chunk=32, width=32),
+    ]
+    chosen = every_mixture([score, *chunks], inputs, "chosen_tokens")
+    assert torch.equal(chosen.view(BATCH, STEPS, 16), whole)
+    assert whole[4, 2].tolist() != list(range(16))
+
+
+def test_dsa_attention() -> None:
+    select = operations.DEFINITIONS["dsa::select"]
+    scores = call(scores=torch.randn(BATCH, STEPS, 90))
+    inputs = call(
+        q_latent=torch.randn(BATCH, STEPS, 6, 40),
+        q_rope=torch.randn(BATCH, STEPS, 6, 8),
+        cache=torch.randn(BATCH, 1, 90, 48),
+        tokens=select(scores, dsa("select", chunk=128, warps=1)[1])["tokens"],
+        gate=torch.randn(BATCH, STEPS, 6),
+    )
+    kernels = {"hopper": 0, "small": 1}
+    whole = every_mixture([dsa("attend", **kernels)], inputs, "out")
+    assert (whole[1] == 0).all() and (whole[2, 2] == 0).all()
+    parts = [dsa("attend_split", splits=2, **kernels), dsa("merge", splits=2)]
+    assert (every_mixture(parts, inputs, "out") - whole).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_dsa_window(queries: int) -> None:
+    rows = 8 + STEPS
+    inputs = call(
+        q_latent=torch.randn(BATCH, STEPS, 5, 56),
+        q_rope=torch.randn(BATCH, STEPS, 5, 8),
+        cache=torch.randn(BATCH, 1, rows, 64),
+        base=PAST - 8,
+        gate=torch.randn(BATCH, STEPS, 5),
+    )
+    stages = [
+        dsa("window_scores", SLIDING, queries=queries),
+        dsa("window_values", SLIDING, queries=queries),
+    ]
+    found = every_mixture(stages, inputs, "out")
+    whole = operations.DEFINITIONS["dsa::window"](inputs, dsa("window", SLIDING)[1])["out"]
+    assert (found - whole).abs().max() < 2e-5
+    assert (found[1] == 0).all()
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_dsa_dense(window: bool) -> None:
+    g = SLIDING if window else FULL
+    rows = 8 + STEPS if window else 90
+    inputs = call(
+        q_nope=torch.randn(BATCH, STEPS, g.heads, g.nope),
+        q_rope=torch.randn(BATCH, STEPS, g.heads, g.rope),
+        expanded=torch.randn(BATCH, rows, g.heads, g.nope + g.value),
+        cache=torch.randn(BATCH, 1, rows, g.latent + g.rope),
+        gate=torch.randn(BATCH, STEPS, g.heads),
+    )
+    found = every_mixture([dsa("dense", g, hopper=0, small=1)], inputs, "out")
+    assert (found[1] == 0).all()
+
+
+# -- all -------------------------------------------------------------------------------------------
+
+
+def test_every_operation_has_a_definition_and_was_tried() -> None:
+    names = set(operations.OPERATIONS)
+    assert set(operations.DEFINITIONS) | {"qsa::prepare"} == names
+    assert tried | ELSEWHERE == names
+
+
+def test_wrong_calls_are_refused() -> None:
+    name, attributes = dsa("merge", splits=2)
+    with pytest.raises(CapabilityError, match="no such plugin operation"):
+        operations.implementation("dsa::none", attributes)
+    with pytest.raises(CapabilityError, match="other attributes"):
+        operations.implementation(name, {**attributes, "more": 1})
