@@ -92,7 +92,18 @@ class Engine:
             logits float32 [len(rows), L, vocab] on the executor's device, L the most logits that
             any row wants (every generation call: tokens per step); rows beyond a slot's own are
             without meaning.
+
+        Raises UsageError for a generation call whose slots bring different numbers of tokens: such
+        rows are for the context engine.
         """
+        counts = {row.count for row in rows if row is not None}
+        if phase == "generation" and len(counts) > 1:
+            raise UsageError(
+                "a generation call is uniform",
+                expected="the same number of tokens from every slot",
+                found=", ".join(str(count) for count in sorted(counts)),
+                fix="send rows of other lengths through the context engine",
+            )
         return self.executor.step(phase, first, self._inputs(phase, rows))
 
     def _inputs(self, phase: Phase, rows: Sequence[Row | None]) -> dict[str, torch.Tensor]:

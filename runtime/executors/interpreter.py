@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 
 from runtime.contract import EngineConfig, Phase
+from runtime.executors.graphs import RepeatedCalls
+from runtime.executors.stream import CudaStream, Stream, graph_widths
 from runtime.executors.weights import MappedWeights
 from runtime.interpreter.execute import Interpreter
 from runtime.interpreter.program import Program
@@ -22,16 +24,27 @@ class InterpreterExecutor:
     Args:
         config: of the engine directory.
         engine_dir: has the programs and the weights.
-        device: CPU or CUDA device.
+        device: CPU or CUDA device. On CUDA, uniform generation calls become CUDA graphs.
+        stream: where generation calls are queued; None = a new CUDA stream.
     """
 
     supports_outputs: Literal[True] = True
     name = "interpreter"
 
-    def __init__(self, config: EngineConfig, engine_dir: Path, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine_dir: Path,
+        device: torch.device,
+        stream: Stream | None = None,
+    ) -> None:
         self.device = device
         slots = config.build_config.max_batch_size
         self.generation_widths: Sequence[int] = range(1, slots + 1)
+        self._repeated: RepeatedCalls | None = None
+        if stream is not None or device.type == "cuda":
+            self._repeated = RepeatedCalls(stream or CudaStream(device), device)
+            self.generation_widths = graph_widths(slots)
         weights = MappedWeights(engine_dir / config.weights.file, device)
         self._interpreters = {
             phase: Interpreter(
@@ -45,7 +58,7 @@ class InterpreterExecutor:
             for phase, entry in config.engines.items()
         }
         self._memory = open_memory(config, device)
-        self._outputs: dict[str, torch.Tensor] = {}
+        self._outputs: Mapping[str, torch.Tensor] = {}
 
     def begin(self, slot: int) -> None:
         """See `Executor.begin`."""
@@ -61,15 +74,25 @@ class InterpreterExecutor:
     def step(self, phase: Phase, first: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See `Executor.step`."""
         count = inputs["input_ids"].shape[0]
-        bound = {name: inputs[name].to(self.device) for name in self._inputs[phase]}
+        interpreter = self._interpreters[phase]
         memory = self._memory["draft" if phase == "draft" else "context"]
-        bound |= memory.inputs(first, count)
-        outputs = self._interpreters[phase].run(bound)
-        for name, tensor in memory.next_states(first, count).items():
-            tensor.copy_(outputs[f"{name}.next"])
+        given = {name: inputs[name] for name in self._inputs[phase]}
+
+        def work(bound: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            outputs = interpreter.run({**bound, **memory.inputs(first, count)})
+            for name, tensor in memory.next_states(first, count).items():
+                tensor.copy_(outputs[f"{name}.next"])
+            return outputs
+
+        # A range that does not start at slot 0 has other addresses, hence no graph.
+        if self._repeated is not None and phase == "generation" and first == 0:
+            form = count, memory.swapped
+            capturable = lambda: not interpreter.host_reads  # noqa: E731
+            self._outputs = self._repeated.run(form, given, work, capturable)
+        else:
+            self._outputs = work({name: t.to(self.device) for name, t in given.items()})
         memory.commit(first, count)
-        self._outputs = outputs
-        return outputs["logits"]
+        return self._outputs["logits"]
 
     def output(self, name: str) -> torch.Tensor:
         """See `OutputExecutor.output`."""
@@ -85,6 +108,7 @@ class InterpreterExecutor:
 
     def close(self) -> None:
         """Drop programs, weights and memory."""
+        self._repeated = None
         self._interpreters.clear()
         self._memory.clear()
         self._outputs = {}

@@ -1,12 +1,15 @@
-"""The few stream operations that the TensorRT executor needs, apart so that tests can stand in."""
+"""The few stream operations that the executors need, apart so that tests can stand in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+# Calls of one form before its graph is captured: the first ones may still compile or allocate.
+WARM_UP_CALLS = 2
 
 
 class Stream(Protocol):
@@ -30,6 +33,8 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        # Graphs of one stream never run at once, so they share the memory of what lies between.
+        self._pool: Any = None
 
     @property
     def handle(self) -> int:
@@ -48,7 +53,18 @@ class CudaStream:
     def capture(self, work: Callable[[int], None]) -> Callable[[], None]:
         """See `Stream.capture`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work(self.handle)
+        self._pool = graph.pool()
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+def graph_widths(slots: int) -> list[int]:
+    """Slot counts of generation calls: powers of two below `slots`, and `slots`; few forms to
+    capture, little padding.
+    """
+    widths = [1]
+    while widths[-1] * 2 < slots:
+        widths.append(widths[-1] * 2)
+    return widths if widths[-1] == slots else [*widths, slots]

@@ -26,12 +26,9 @@ from plugins.support.errors import CapabilityError, InputError
 from plugins.trt.backend import Backend, load_backend
 from plugins.trt.types import from_trt
 from runtime.contract import EngineConfig, EngineEntry, Phase
-from runtime.executors.stream import CudaStream, Stream
+from runtime.executors.stream import WARM_UP_CALLS, CudaStream, Stream, graph_widths
 from runtime.executors.weights import MappedWeights
 from runtime.slots import open_memory
-
-# Calls of one form before its graph is captured: the first ones may still compile or allocate.
-_WARM_UP_CALLS = 2
 
 
 class TensorRTExecutor:
@@ -65,7 +62,7 @@ class TensorRTExecutor:
         self._logger = backend.logger()
         self._stream = stream or CudaStream(device)
         slots = config.build_config.max_batch_size
-        self.generation_widths: Sequence[int] = _widths(slots)
+        self.generation_widths: Sequence[int] = graph_widths(slots)
         self._entries: dict[Phase, EngineEntry] = {
             phase: entry for phase, entry in config.engines.items() if phase != "audio"
         }
@@ -183,14 +180,6 @@ class TensorRTExecutor:
             spec.name: self._weights[spec.name] for spec in self._entries[phase].of_kind("weight")
         }
         return _Call(context, weights, self._stream, self._logger)
-
-
-def _widths(slots: int) -> list[int]:
-    """Powers of two below `slots`, and `slots`: few forms, little padding."""
-    widths = [1]
-    while widths[-1] * 2 < slots:
-        widths.append(widths[-1] * 2)
-    return widths if widths[-1] == slots else [*widths, slots]
 
 
 def _compare(trt: Any, engine: Any, entry: EngineEntry, path: Path) -> None:
@@ -383,7 +372,7 @@ class _Call:
         self._calls = self._calls + 1 if addresses == self._bound else 1
         self._bound = addresses
         self._enqueue(self._stream.handle)
-        if repeats and self._calls >= _WARM_UP_CALLS and self._capturable():
+        if repeats and self._calls >= WARM_UP_CALLS and self._capturable():
             self._graph = self._stream.capture(self._enqueue)
 
     def _enqueue(self, handle: int) -> None:

@@ -46,6 +46,8 @@ class Interpreter:
 
     Attributes:
         plans: prepared runs by call shapes, least recently used first.
+        host_reads: layers of the last run that looked at computed values to know what to do next;
+            a run without any can be captured as a CUDA graph once it is prepared.
 
     Raises:
         InputError: a weight is missing or not as declared.
@@ -84,6 +86,7 @@ class Interpreter:
         self._aliased = set(program.aliases.values())
         self._sites = self._fold()
         self.plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        self.host_reads: tuple[str, ...] = ()
 
     # -- constants -----------------------------------------------------------------------------
 
@@ -214,6 +217,7 @@ class Interpreter:
                 for name, value in bound.items():
                     registers[self._slots[name]] = value
                 plan.run(registers)
+        self.host_reads = plan.host_reads
         return {name: self._result(registers, plan, source) for name, source in wanted.items()}
 
     def _result(self, registers: Registers, plan: Plan, name: str) -> torch.Tensor:

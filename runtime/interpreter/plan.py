@@ -38,11 +38,13 @@ class Plan:
         steps: what a run executes, in order.
         names: the layer each step belongs to.
         template: registers with everything that is the same in every run.
+        host_reads: layers that look at computed values to know what to do next.
     """
 
     steps: list[Step]
     names: list[str]
     template: Registers
+    host_reads: tuple[str, ...]
 
     def run(self, registers: Registers) -> None:
         """Execute. Raises InputError naming the layer that fails."""
@@ -154,6 +156,7 @@ class Preparation:
     _steps: list[Step] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _moved: dict[int, int] = field(default_factory=dict)
+    _host_reads: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._accelerated = self.device.type != "cpu"
@@ -168,7 +171,7 @@ class Preparation:
         template: Registers = [None] * len(self.registers)
         for slot in self.constant:
             template[slot] = self.registers[slot]
-        return Plan(self._steps, self._names, template)
+        return Plan(self._steps, self._names, template, tuple(self._host_reads))
 
     # -- one node ------------------------------------------------------------------------------
 
@@ -292,6 +295,8 @@ class Preparation:
         if loop is None:
             raise InputError("the interpreter does not know a layer kind", where=node.name)
         slots = self.slots
+        if loop.trip_count is None or slots[loop.trip_count] not in self.constant:
+            self._host_reads.append(node.name)
         outer_steps, outer_names = self._steps, self._names
         self._steps, self._names = [], []
         starts = [self._on_device(slots[r.initial]) for r in loop.recurrences]

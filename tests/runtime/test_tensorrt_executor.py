@@ -16,7 +16,8 @@ import torch
 from plugins.support.errors import CapabilityError, InputError
 from runtime.contract import EngineConfig
 from runtime.engine import Engine
-from runtime.executors.tensorrt import TensorRTExecutor, _widths
+from runtime.executors.stream import graph_widths
+from runtime.executors.tensorrt import TensorRTExecutor
 from runtime.host_inputs import open_host_inputs
 from runtime.requests import GenerationRequest
 from runtime.session import Session, prompt_logits
@@ -76,7 +77,7 @@ def test_generation_contexts_are_few_and_share_scratch(
 
 
 def test_widths_cover_every_slot_count() -> None:
-    assert [_widths(slots) for slots in (1, 2, 3, 4, 6, 8, 64)] == [
+    assert [graph_widths(slots) for slots in (1, 2, 3, 4, 6, 8, 64)] == [
         [1],
         [1, 2],
         [1, 2, 3],

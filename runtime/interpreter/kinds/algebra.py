@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.interpreter.kinds.call import Bound, Call, Function
+from runtime.interpreter.kinds.host import free_to_read
 
 # Networks mark entries that must not be chosen by scores below this.
 MASKED_SCORE = -1e29
@@ -109,9 +110,10 @@ def _tied_as_unmasked(x: torch.Tensor, values: torch.Tensor, indices: torch.Tens
 
     Which of several equal values belong to the k largest is open in TensorRT and in torch, where
     it changes with the length of the row. A reference that never computes the masked entries
-    chooses among the others alone; choosing the same here lets results be compared exactly.
+    chooses among the others alone; choosing the same here lets results be compared exactly. On a
+    GPU nothing is compared that closely, and nothing may wait for the device.
     """
-    if x.numel() == 0 or float(x.amin()) > MASKED_SCORE:
+    if not free_to_read(x) or x.numel() == 0 or float(x.amin()) > MASKED_SCORE:
         return indices
     last = values[..., -1:]
     tied = (x == last).sum(-1) > (values == last).sum(-1)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.interpreter.kinds.call import Bound, Call
+from runtime.interpreter.kinds.host import free_to_read
 
 
 def attention(call: Call) -> Bound:
@@ -95,8 +96,8 @@ def kv_cache_update(call: Call) -> Bound:
     step = torch.arange(steps, device=device)
 
     def run(cache: torch.Tensor, update: torch.Tensor, write: torch.Tensor) -> torch.Tensor:
-        if write.device.type == "cpu":
-            # On a GPU this would wait for the device; the scheduler owns the bound there.
+        # Elsewhere the scheduler owns the bound.
+        if free_to_read(write):
             low, high = torch.aminmax(write)
             if int(low) < 0 or int(high) + steps > length:
                 raise IndexError(

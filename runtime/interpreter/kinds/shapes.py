@@ -8,6 +8,7 @@ import torch
 
 from runtime.interpreter.kinds.call import Bound, Call
 from runtime.interpreter.kinds.elementwise import identity
+from runtime.interpreter.kinds.host import free_to_read
 
 
 def shape(call: Call) -> Bound:
@@ -192,8 +193,8 @@ def _gather_batched(x: torch.Tensor, idx: torch.Tensor, axis: int, batch: int) -
 
 
 def _require_range(i: torch.Tensor, extent: int) -> None:
-    """A flattened index must not wander into the neighbouring row; free only on the CPU."""
-    if i.device.type == "cpu" and i.numel():
+    """A flattened index must not wander into the neighbouring row; looked at where that is free."""
+    if free_to_read(i) and i.numel():
         low, high = torch.aminmax(i)
         if int(low) < 0 or int(high) >= extent:
             raise IndexError(f"index {int(low)}..{int(high)} outside 0..{extent - 1}")
