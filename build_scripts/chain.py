@@ -22,6 +22,8 @@ class Conversion:
     dtype: str | None = None
     quantize: str | None = None
     only: str = "experts"
+    # Engines have no FP8 caches; what a checkpoint declares about them is for others.
+    kv_cache: str = "none"
     workers: int = 2
 
 

@@ -18,6 +18,24 @@ def command(
     dtype: options.DtypeOption = None,
     quantize: options.QuantizeOption = None,
     only: options.OnlyOption = options.Only.experts,
+    kv_cache: Annotated[
+        options.KvCache | None,
+        typer.Option(
+            "--kv-cache",
+            help="fp8: declare caches of keys and values as FP8, for engines that load the "
+            "exported checkpoint; none: do not (`build` needs this); default: as the checkpoint "
+            "has it.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="DIR",
+            help="Model Optimizer's export with the activation scales for what --quantize makes, "
+            "and with scales of caches.",
+        ),
+    ] = None,
     workers: options.Workers = 2,
     json: options.Json = False,
 ) -> None:
@@ -32,6 +50,7 @@ def command(
       build-engine convert Qwen3.8-Flash-Next checkpoint
       build-engine convert Qwen3.8-Flash-Next checkpoint --dtype float32
       build-engine convert Qwen3.8-Flash-Next checkpoint --quantize nvfp4 --only mlp
+      build-engine convert Qwen3.8-Flash-Next checkpoint --quantize fp8 --kv-cache fp8
     """
     from converters.checkpoint.convert import convert
 
@@ -42,6 +61,8 @@ def command(
             dtype.value if dtype else None,
             quantize=quantize.value if quantize else None,
             only=only.value,
+            kv_cache=kv_cache.value if kv_cache else None,
+            calibration=calibration,
             workers=workers,
         )
     if json:

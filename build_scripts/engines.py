@@ -183,6 +183,16 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     """
     refuse_existing(engine_dir, "engine directory")
     config = read_checkpoint_config(ckpt_dir)
+    if config.quantization.kv_cache_quant_algo is not None:
+        raise CapabilityError(
+            "engines cannot have FP8 caches: TensorRT updates a cache in place only in float32, "
+            "float16 and bfloat16",
+            where=f"{ckpt_dir}: quantization.kv_cache_quant_algo",
+            expected="null",
+            found=config.quantization.kv_cache_quant_algo,
+            fix="convert again with --kv-cache none: caches are then in the computing type, which "
+            "is more exact and twice as large",
+        )
     family = family_of(config)
     limits = effective_limits(request, config.max_position_embeddings)
     backend = load_backend(request.flavor)

@@ -35,6 +35,13 @@ class Only(StrEnum):
     all = "all"
 
 
+class KvCache(StrEnum):
+    """What the caches of keys and values are declared to be."""
+
+    fp8 = "fp8"
+    none = "none"
+
+
 class Flavor(StrEnum):
     """Which TensorRT builds the engines."""
 

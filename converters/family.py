@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,7 @@ from converters.checkpoint.config import CheckpointConfig, ComputeDType
 from converters.checkpoint.match import Ignored
 from converters.checkpoint.recipe import Wanted
 from converters.checkpoint.source import SourceCheckpoint
+from converters.quantization.kv_cache import Cached
 from plugins.attention import Allowlist
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ class TensorPlan:
         wanted: the tensors of the target, in the order of the model.
         ignored: tensors that are left out on purpose.
         canonical: removes the prefixes of classes and exporters from a name.
+        caches: layers whose keys and values may be cached in FP8.
     """
 
     names: dict[str, str]
     wanted: list[Wanted]
     ignored: list[Ignored]
     canonical: Callable[[str], str] = str
+    caches: Sequence[Cached] = ()
 
 
 class Family(Protocol):

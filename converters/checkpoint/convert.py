@@ -29,6 +29,7 @@ from converters.checkpoint.resolve import resolve, stored_elements
 from converters.checkpoint.source import SourceCheckpoint
 from converters.checkpoint.tokenizer_files import TokenizerFiles
 from converters.checkpoint.write import CHUNK_BYTES, OutputFile, run_tasks, split_tasks
+from converters.quantization.calibration import Calibration
 from converters.quantization.declared import compare, read_claims
 from converters.quantization.operations import OPERATIONS
 from converters.quantization.summary import summarise
@@ -59,6 +60,7 @@ class ConversionPlan:
         notes: disagreements in the checkpoint that do no harm.
         tokenizer: files that go along.
         workers: tasks at a time.
+        calibration: checkpoint whose activation scales are taken.
     """
 
     source: SourceCheckpoint
@@ -69,6 +71,7 @@ class ConversionPlan:
     notes: tuple[str, ...]
     tokenizer: TokenizerFiles
     workers: int
+    calibration: SourceCheckpoint | None = None
 
     @property
     def outputs(self) -> list[Output]:
@@ -180,6 +183,8 @@ def plan_conversion(
     *,
     quantize: str | None = None,
     only: str = "experts",
+    kv_cache: str | None = None,
+    calibration: Path | None = None,
     workers: int = 2,
 ) -> ConversionPlan:
     """Check everything and say what would be done.
@@ -191,6 +196,10 @@ def plan_conversion(
         quantize: "nvfp4", "fp8" or "fp8-block": what plain weights become.
         only: which of them: "experts" (routed), "mlp" (and shared experts) or "all" (and the
             projections of attention and n-gram blocks).
+        kv_cache: "fp8": keys and values are declared as cached in FP8, with the scales that are
+            known; "none": they are not; None: as the checkpoint has it.
+        calibration: checkpoint directory of Model Optimizer with the activation scales of what is
+            quantised, and scales of caches.
         workers: tensors that are converted at a time.
 
     Raises UsageError for wrong arguments, InputError for anything wrong in the checkpoint.
@@ -199,6 +208,14 @@ def plan_conversion(
         raise UsageError("at least one worker is needed", found=str(workers))
     if dtype is not None and dtype not in _COMPUTE:
         raise UsageError("unknown dtype", expected=", ".join(_COMPUTE), found=dtype)
+    if kv_cache not in (None, "fp8", "none"):
+        raise UsageError("unknown type of caches", expected="fp8, none", found=kv_cache)
+    if calibration is not None and quantize in (None, "fp8-block") and kv_cache != "fp8":
+        raise UsageError(
+            "nothing takes the scales of the calibration result",
+            expected="--quantize nvfp4, --quantize fp8 or --kv-cache fp8",
+            found=f"--quantize {quantize}" if quantize else "neither",
+        )
     if hf_dir.resolve() == ckpt_dir.resolve():
         raise UsageError("input and output are the same directory", where=str(ckpt_dir))
     refuse_existing(ckpt_dir, "checkpoint directory")
@@ -209,11 +226,24 @@ def plan_conversion(
     tokenizer = TokenizerFiles.find(hf_dir, config.vocab_size)
     tensors = family.plan_tensors(source, config)
     request = None if quantize is None else Quantize.parse(quantize, only)
-    resolved = resolve(source, tensors, config.dtype, strict=dtype is None, quantize=request)
     claims = read_claims(source, tensors.canonical)
+    calibrated = None
+    if calibration is not None:
+        calibrated = Calibration.open(calibration, tensors.canonical)
+    resolved = resolve(
+        source,
+        tensors,
+        config.dtype,
+        strict=dtype is None,
+        quantize=request,
+        kv_cache=kv_cache,
+        claims=claims,
+        calibration=calibrated,
+    )
     notes = compare(claims, resolved.modules, source.tensors, tensors.canonical)
-    kv_cache = next((claim.kv_cache for claim in claims if claim.kv_cache), None)
-    quantization, layers = summarise(resolved.modules, kv_cache)
+    notes += resolved.caches.notes
+    notes += calibrated.notes() if calibrated else []
+    quantization, layers = summarise(resolved.modules, resolved.caches.algorithm)
     config = config.model_copy(update={"quantization": quantization})
     plan = ConversionPlan(
         source,
@@ -224,6 +254,7 @@ def plan_conversion(
         tuple(notes),
         tokenizer,
         workers,
+        calibrated.source if calibrated else None,
     )
     _check_disk(plan, ckpt_dir)
     return plan
@@ -236,6 +267,8 @@ def convert(
     *,
     quantize: str | None = None,
     only: str = "experts",
+    kv_cache: str | None = None,
+    calibration: Path | None = None,
     workers: int = 2,
 ) -> ConversionReport:
     """Plan and execute; see `plan_conversion` for the arguments and errors.
@@ -243,7 +276,16 @@ def convert(
     When the process is killed, the same call continues where it stopped and the result is the same
     to the last byte.
     """
-    plan = plan_conversion(hf_dir, ckpt_dir, dtype, quantize=quantize, only=only, workers=workers)
+    plan = plan_conversion(
+        hf_dir,
+        ckpt_dir,
+        dtype,
+        quantize=quantize,
+        only=only,
+        kv_cache=kv_cache,
+        calibration=calibration,
+        workers=workers,
+    )
     return execute(plan, ckpt_dir)
 
 
@@ -325,6 +367,8 @@ def _fingerprint(plan: ConversionPlan) -> str:
         digest.update(repr((outputs, recipe.operation, recipe.matrices)).encode())
         for entry in recipe.sources:
             digest.update(f"{entry.name}\0{entry.file.name}\0{entry.offset}\0".encode())
+    if plan.calibration is not None:
+        digest.update(plan.calibration.identity().digest.encode())
     for path in plan.source.files:
         digest.update(f"{path.name}\0{path.stat().st_mtime_ns}\0".encode())
     return digest.hexdigest()

@@ -27,10 +27,11 @@ from converters.checkpoint.partial import resumable_directory
 from converters.checkpoint.recipe import Output, Part, Recipe, Wanted
 from converters.checkpoint.source import INDEX_FILE
 from converters.checkpoint.write import OutputFile, run_tasks, split_tasks
-from converters.quantization import formats
+from converters.quantization import formats, kv_cache
 from converters.quantization.evidence import module_of, target_name, target_shape
 from converters.quantization.exported import declare
 from converters.quantization.formats import Component, Format
+from converters.quantization.kv_cache import Cached
 from converters.registry import layout_of, read_checkpoint_config
 from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import progress
@@ -159,6 +160,11 @@ def _recipes(layout: HfLayout, entries: Mapping[str, TensorEntry], ckpt_dir: Pat
                 continue
             used.add(name)
             recipes += _cut(wanted, component, entry, layout.disk_name)
+    for layer in layout.caches:
+        entry = entries.get(layer.name)
+        if entry is not None:
+            used.add(layer.name)
+            recipes += _cache_scales(layer, entry, layout.disk_name)
     findings.unexpected = sorted(entries.keys() - used)
     findings.raise_if_any(str(ckpt_dir))
     return recipes
@@ -189,6 +195,16 @@ def _cut(
             expected=f"{position - entry.offset} bytes",
             found=f"{entry.nbytes} bytes",
         )
+
+
+def _cache_scales(
+    layer: Cached, entry: TensorEntry, disk_name: Callable[[str], str]
+) -> Iterator[Recipe]:
+    """One recipe for the scale of the keys, one for that of the values."""
+    for number, suffix in enumerate(kv_cache.SPELLINGS[0]):
+        offset = entry.offset + entry.dtype.nbytes(number)
+        piece = replace(entry, shape=(), offset=offset)
+        yield Recipe((Output(disk_name(f"{layer.source}.{suffix}"), entry.dtype, ()),), (piece,))
 
 
 def _name(part: Part, component: Component) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from converters.checkpoint.config import CheckpointConfig
 from converters.checkpoint.header import TensorEntry
 from converters.checkpoint.recipe import Wanted
+from converters.quantization.kv_cache import Cached
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class HfLayout:
         disk_name: canonical name -> name on disk.
         constants: tensors that the converted checkpoint keeps in its configuration.
         metadata: facts about the tensors that belong into the weight index.
+        caches: layers whose keys and values may be cached in FP8.
     """
 
     config: dict[str, Any]
@@ -30,6 +32,7 @@ class HfLayout:
     disk_name: Callable[[str], str]
     constants: Mapping[str, Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    caches: Sequence[Cached] = ()
 
 
 # A family's layout for a checkpoint whose tensors have these names and types.

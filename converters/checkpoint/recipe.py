@@ -14,7 +14,7 @@ from typing import Literal
 from converters.checkpoint.header import Shape, TensorEntry
 from plugins.support.dtypes import DType
 
-Operation = Literal["copy", "reciprocal", "nvfp4", "fp8", "fp8_block"]
+Operation = Literal["copy", "reciprocal", "ones", "nvfp4", "fp8", "fp8_block"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,27 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Module:
+    """How one matrix is stored in the result.
+
+    Attributes:
+        target: module name in the TensorRT-LLM checkpoint.
+        source: canonical names of its source modules.
+        algorithm: TensorRT-LLM's name, None for a plain matrix.
+        group_size: columns per scale.
+        is_table: looked up by row, not multiplied.
+        stored: algorithm that it has in the source, which is all that declarations speak of.
+    """
+
+    target: str
+    source: tuple[str, ...]
+    algorithm: str | None
+    group_size: int | None
+    is_table: bool
+    stored: str | None
+
+
+@dataclass(frozen=True)
 class Output:
     """One tensor in the output file."""
 
@@ -84,7 +105,7 @@ class Recipe:
 
     Attributes:
         outputs: one for a copy; weight, block scales and global scales for a quantisation.
-        sources: tensors in order.
+        sources: tensors in order; none for a constant.
         operation: what happens to the elements.
         matrices: whole matrices in the sources; each is quantised with its own global scale.
         pieces: projections in each matrix.

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from converters.checkpoint.header import TensorEntry
 from converters.checkpoint.match import Findings, unexpected_names
-from converters.checkpoint.recipe import Output, Recipe, Wanted
+from converters.checkpoint.recipe import Module, Output, Recipe, Wanted
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
+from converters.quantization.calibration import Calibration
+from converters.quantization.declared import Claims
 from converters.quantization.evidence import Names, carry_over, detect
 from converters.quantization.formats import Format
+from converters.quantization.kv_cache import CachePlan, plan_caches
 from converters.quantization.targets import Quantize, quantized_recipes
 from plugins.support.dtypes import BY_NAME, COMPUTE_DTYPES
 
 
 @dataclass(frozen=True)
-class Module:
-    """How one matrix is stored in the result.
-
-    Attributes:
-        target: module name in the TensorRT-LLM checkpoint.
-        source: canonical names of its source modules.
-        algorithm: TensorRT-LLM's name, None for a plain matrix.
-        group_size: columns per scale.
-        is_table: looked up by row, not multiplied.
-    """
-
-    target: str
-    source: tuple[str, ...]
-    algorithm: str | None
-    group_size: int | None
-    is_table: bool
-
-
-@dataclass(frozen=True)
 class Resolved:
-    """Recipes of all tensors, and how each matrix ends up stored."""
+    """Recipes of all tensors, how each matrix ends up stored, and the caches' type."""
 
     recipes: list[Recipe]
     modules: list[Module]
+    caches: CachePlan
 
 
 def resolve(
@@ -51,6 +37,9 @@ def resolve(
     *,
     strict: bool,
     quantize: Quantize | None = None,
+    kv_cache: str | None = None,
+    claims: Sequence[Claims] = (),
+    calibration: Calibration | None = None,
 ) -> Resolved:
     """Find the sources of all wanted tensors.
 
@@ -61,6 +50,9 @@ def resolve(
         strict: a tensor of another floating type than `dtype` is an error unless the family
             expects it; otherwise all are cast.
         quantize: what to quantise of what is not yet.
+        kv_cache: "fp8" or "none", None to keep the caches' type.
+        claims: what the checkpoint declares.
+        calibration: activation scales for what is quantised, and scales of caches.
 
     Raises InputError naming everything that is missing, unexpected or does not fit.
     """
@@ -69,7 +61,7 @@ def resolve(
     recipes: list[Recipe] = []
     modules: list[Module] = []
     for wanted in plan.wanted:
-        format_ = _common_format(wanted, names, findings)
+        stored = format_ = _common_format(wanted, names, findings)
         if format_ is not None:
             recipes += carry_over(wanted, format_, names, findings)
         else:
@@ -79,22 +71,28 @@ def resolve(
             if quantize is not None and quantize.covers(wanted):
                 recipes += quantized_recipes(wanted, entries, quantize, findings)
                 format_ = quantize.format
+                if calibration is not None:
+                    recipes += calibration.activation(wanted, format_, findings)
             else:
                 recipes.append(_copy_recipe(wanted, entries, dtype))
         if wanted.quantize is not None or wanted.scale_owner is not None:
-            modules.append(_module(wanted, format_))
+            modules.append(_module(wanted, format_, stored))
+    sources = [names] if calibration is None else [names, calibration.names]
+    caches = plan_caches(plan.caches, kv_cache, claims, sources, findings)
+    recipes += caches.recipes
     findings.unexpected = unexpected_names(source.tensors, names.used, plan.ignored)
     findings.raise_if_any(str(source.directory))
-    return Resolved(recipes, modules)
+    return Resolved(recipes, modules, caches)
 
 
-def _module(wanted: Wanted, format_: Format | None) -> Module:
+def _module(wanted: Wanted, format_: Format | None, stored: Format | None) -> Module:
     return Module(
         wanted.target.removesuffix(".weight"),
         tuple(part.name.removesuffix(".weight") for part in wanted.parts),
         format_.algorithm if format_ else None,
         format_.group_size if format_ else None,
         wanted.scale_owner is not None,
+        stored.algorithm if stored else None,
     )
 
 

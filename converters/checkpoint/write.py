@@ -145,7 +145,9 @@ def split_tasks(recipes: Sequence[Recipe]) -> list[Task]:
     """Independent tasks: one per source tensor of a copy, one per matrix of a quantisation."""
     tasks = []
     for recipe in recipes:
-        if recipe.operation in ("copy", "reciprocal"):
+        if not recipe.sources:
+            tasks.append(Task(recipe, (), 0, 0))
+        elif recipe.operation in ("copy", "reciprocal"):
             start = 0
             for entry in recipe.sources:
                 count = math.prod(entry.shape)

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from converters.checkpoint.match import grouped
-from converters.checkpoint.resolve import Module
+from converters.checkpoint.recipe import Module
 from converters.checkpoint.source import SourceCheckpoint
 from plugins.support.errors import InputError
 
@@ -93,13 +93,13 @@ def compare(
         _check_named(claim, modules, notes)
         _check_model(claim, modules)
         for module in modules:
-            if module.is_table and claim.table is not None and module.algorithm != claim.table:
+            if module.is_table and claim.table is not None and module.stored != claim.table:
                 raise _contradiction(claim, module, claim.table)
         for pattern in claim.excluded:
             if not any(_matches(pattern, spelling) for spelling in spellings):
                 notes.append(f"exclusion {pattern!r} matches nothing ({claim.where})")
         notes += _disagreeing_exclusions(claim, modules)
-    stored = {module.algorithm for module in modules if module.algorithm}
+    stored = {module.stored for module in modules if module.stored}
     if stored and not claims:
         notes.append(f"quantised as {', '.join(sorted(stored))}, declared nowhere")
     return notes
@@ -111,14 +111,14 @@ def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> 
         if not covered:
             notes.append(f"quantised layer {name!r} matches nothing ({claim.where})")
         for module in covered:
-            if module.algorithm != declared:
+            if module.stored != declared:
                 raise _contradiction(claim, module, declared)
 
 
 def _check_model(claim: Claims, modules: Sequence[Module]) -> None:
     if claim.algorithm is None:
         return
-    stored = [module for module in modules if module.algorithm]
+    stored = [module for module in modules if module.stored]
     if not stored:
         raise InputError(
             "the configuration declares quantised weights, but all weights are plain",
@@ -130,7 +130,7 @@ def _check_model(claim: Claims, modules: Sequence[Module]) -> None:
         return
     for module in stored:
         # One entry for the whole model speaks of linear layers, not of the table.
-        if not module.is_table and module.algorithm != claim.algorithm:
+        if not module.is_table and module.stored != claim.algorithm:
             raise _contradiction(claim, module, claim.algorithm)
 
 
@@ -138,7 +138,7 @@ def _disagreeing_exclusions(claim: Claims, modules: Sequence[Module]) -> list[st
     quantised = [
         module.source[0]
         for module in modules
-        if module.algorithm
+        if module.stored
         and not module.is_table
         and any(_matches(pattern, _prefixed(module.source[0])) for pattern in claim.excluded)
     ]
@@ -150,7 +150,7 @@ def _contradiction(claim: Claims, module: Module, declared: str) -> InputError:
         "the configuration and the tensors contradict each other",
         where=f"{claim.where} and tensors of {module.source[0]}",
         expected=f"{declared}, as declared",
-        found=f"{module.algorithm or 'plain weights'}, by element types and scales",
+        found=f"{module.stored or 'plain weights'}, by element types and scales",
         fix="correct the configuration; the tensors were not changed",
     )
 
@@ -187,7 +187,7 @@ def _modelopt(block: Mapping[str, Any], where: str, canonical: Callable[[str], s
         inner = _mapping(entry, f"{where}.quantized_layers.{name}")
         modules[canonical(name)] = _algorithm(inner.get("quant_algo"), f"{where}: {name}")
     algorithm = block.get("quant_algo")
-    kv_cache = block.get("kv_cache_quant_algo")
+    kv_cache = block.get("kv_cache_quant_algo") or _cache_scheme(block, where)
     return Claims(
         where,
         None if algorithm is None else _algorithm(algorithm, where),
@@ -214,7 +214,22 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
             )
         found.add(algorithm)
     algorithm = found.pop() if len(found) == 1 else MIXED
-    return Claims(where, algorithm, excluded=_names(block, "ignore", where))
+    return Claims(
+        where,
+        algorithm,
+        excluded=_names(block, "ignore", where),
+        kv_cache=_cache_scheme(block, where),
+    )
+
+
+def _cache_scheme(block: Mapping[str, Any], where: str) -> str | None:
+    """The type of the cache in the form that is given by bits."""
+    scheme = block.get("kv_cache_scheme")
+    if scheme is None:
+        return None
+    inner = _mapping(scheme, f"{where}.kv_cache_scheme")
+    kind = (inner.get("num_bits"), inner.get("type"))
+    return "FP8" if kind == (8, "float") else f"{kind[0]} bits {kind[1]}"
 
 
 _COMPRESSED: dict[tuple[Any, Any, Any], str] = {

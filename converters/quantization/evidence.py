@@ -21,21 +21,30 @@ from plugins.support.errors import InputError
 
 
 class Names:
-    """The tensors of a checkpoint by canonical name, and which of them have been used."""
+    """The tensors of a checkpoint by canonical name, and which of them have been used.
+
+    Attributes:
+        names: canonical name -> name on disk.
+        used: names on disk.
+    """
 
     def __init__(self, names: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> None:
-        self._names, self._tensors = names, tensors
+        self.names, self._tensors = names, tensors
         self.used: list[str] = []
 
     def find(self, name: str) -> TensorEntry | None:
         """The tensor of a canonical name."""
-        disk = self._names.get(name)
+        disk = self.names.get(name)
         return None if disk is None else self._tensors[disk]
 
     def use(self, entry: TensorEntry) -> TensorEntry:
         """Mark a tensor as used."""
         self.used.append(entry.name)
         return entry
+
+    def use_name(self, name: str) -> None:
+        """Mark the tensor of a canonical name as used."""
+        self.used.append(self.names[name])
 
     def component(self, module: str, suffix: str) -> tuple[str, TensorEntry | None]:
         """A module's tensor with that suffix: its canonical name, and the tensor if it is there.

@@ -25,26 +25,29 @@ def declare(
         modules: module name on disk -> (algorithm, group size), None for a plain matrix.
         quantization: of the converted checkpoint, for the cache's algorithm.
 
-    Block FP8 alone is declared as the released FP8 checkpoints do it, inline only.
+    Block FP8 alone is declared as the released FP8 checkpoints do it, inline; a quantised cache
+    alone has no algorithm.
     """
     kinds = {storage for storage in modules.values() if storage is not None}
-    if not kinds:
+    cache = quantization.kv_cache_quant_algo
+    if not kinds and cache is None:
         return None, None, None
     plain = sorted(name for name, storage in modules.items() if storage is None)
+    algorithm, group_size, layers = None, None, None
     if len(kinds) == 1:
         ((algorithm, group_size),) = kinds
-        if algorithm == "FP8_BLOCK_SCALES":
-            return algorithm, None, _block_fp8(plain)
-        details: dict[str, Any] = {"quant_algo": algorithm, "exclude_modules": plain}
-    else:
-        algorithm, group_size = MIXED, None
-        layers = {
-            name: _layer(*storage) for name, storage in modules.items() if storage is not None
-        }
-        details = {"quant_algo": MIXED, "exclude_modules": plain, "quantized_layers": layers}
-    details["kv_cache_quant_algo"] = quantization.kv_cache_quant_algo
+    elif kinds:
+        algorithm = MIXED
+        layers = {name: _layer(*storage) for name, storage in modules.items() if storage}
+    details: dict[str, Any] = {"quant_algo": algorithm, "exclude_modules": plain}
+    if layers is not None:
+        details["quantized_layers"] = layers
+    details["kv_cache_quant_algo"] = cache
     details["group_size"] = group_size
     separate = {"producer": _PRODUCER, "quantization": details}
+    if algorithm == "FP8_BLOCK_SCALES":
+        # The released form says nothing of caches; where there is something to say, both are there.
+        return algorithm, separate if cache else None, _block_fp8(plain)
     return algorithm, separate, _inline(details)
 
 
@@ -63,7 +66,7 @@ def _inline(details: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "quantized_layers" in details:
         inline["quantized_layers"] = details["quantized_layers"]
-    else:
+    elif details["quant_algo"] is not None:
         inline["config_groups"] = {"group_0": _group(details)}
     if details["kv_cache_quant_algo"] == "FP8":
         inline["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}

@@ -75,7 +75,15 @@ def take_reciprocal(task: Task, file: OutputFile, advance: Advance) -> None:
     advance(segment.nbytes)
 
 
+def write_ones(task: Task, file: OutputFile, advance: Advance) -> None:
+    """Scales that change nothing, where no others are known."""
+    (output,) = task.recipe.outputs
+    file.write(output.name, 0, torch.ones(output.shape, dtype=output.dtype.torch))
+    advance(0)
+
+
 OPERATIONS: dict[str, Compute] = {
+    "ones": write_ones,
     "nvfp4": quantize_nvfp4,
     "fp8": quantize_fp8,
     "fp8_block": quantize_fp8_blocks,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from converters.checkpoint.config import Quantization
-from converters.checkpoint.resolve import Module
+from converters.checkpoint.recipe import Module
 from converters.quantization.declared import MIXED
 
 

@@ -12,7 +12,7 @@ from converters.checkpoint.header import TensorEntry
 from converters.checkpoint.hf_layout import HfLayout
 from converters.checkpoint.recipe import Wanted
 from converters.qwen38.config import Qwen38CheckpointConfig
-from converters.qwen38.weights import wanted_tensors
+from converters.qwen38.weights import cached_layers, wanted_tensors
 
 # Keys of the family block that have no place in a Hugging Face configuration.
 _OWN_KEYS = {"ple_layers", "ngram_eos_token_id", "mrope_section", "mrope_interleaved"}
@@ -34,7 +34,9 @@ def layout(config: CheckpointConfig, entries: Mapping[str, TensorEntry]) -> HfLa
     stacked = {item.target: item for item in wanted_tensors(config, stacked_experts=True)}
     for item in wanted_tensors(config, stacked_experts=False):
         wanted.append(item if item.target in quantised else stacked[item.target])
-    return HfLayout(_config(config), wanted, _disk_name, _constants(config))
+    return HfLayout(
+        _config(config), wanted, _disk_name, _constants(config), caches=cached_layers(config)
+    )
 
 
 def _disk_name(canonical: str) -> str:

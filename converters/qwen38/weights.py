@@ -15,6 +15,7 @@ from converters.checkpoint.match import Ignored, canonical_names
 from converters.checkpoint.recipe import Part, Wanted
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
+from converters.quantization.kv_cache import Cached
 from converters.qwen38.config import Qwen38CheckpointConfig
 from plugins.support.errors import InputError
 
@@ -50,7 +51,20 @@ def plan_tensors(source: SourceCheckpoint, config: Qwen38CheckpointConfig) -> Te
     ).wanted()
     groups.append(Ignored("hash constants, checked and kept in config.json", tuple(constants)))
     used = [group for group in groups if group.names]
-    return TensorPlan(names, wanted, used, _declared_name(config))
+    return TensorPlan(names, wanted, used, _declared_name(config), cached_layers(config))
+
+
+def cached_layers(config: Qwen38CheckpointConfig) -> list[Cached]:
+    """The layers with keys and values; the draft layer last."""
+    layers = [
+        Cached(f"transformer.layers.{index}.attention", f"layers.{index}.self_attn")
+        for index, kind in enumerate(config.qwen38.layer_types)
+        if kind != "linear_attention"
+    ]
+    if config.qwen38.mtp_num_hidden_layers:
+        drafts = "mtp.layers.0."
+        layers.append(Cached(f"{drafts}attention", f"{drafts}self_attn", optional=True))
+    return layers
 
 
 def wanted_tensors(config: Qwen38CheckpointConfig, *, stacked_experts: bool) -> list[Wanted]:

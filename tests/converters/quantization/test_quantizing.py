@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from converters.checkpoint import write
-from converters.checkpoint.config import WEIGHTS_FILE
+from converters.checkpoint.config import QUANT_FILE, WEIGHTS_FILE
 from converters.checkpoint.convert import convert
 from converters.quantization import fp8, nvfp4
 from converters.quantization.restore import restored_weights
 from converters.registry import read_checkpoint_config
 from plugins.support.errors import InputError, UsageError
+from tests.fixtures import qwen38_quantized as fixture
 from tests.fixtures.qwen38_deterministic import write_deterministic
 
 SIZES = {"moe_intermediate_size": 144, "hidden_size": 64}
@@ -165,3 +167,17 @@ def test_wrong_words(source: Path, tmp_path: Path):
         convert(source, tmp_path / "ckpt", quantize="int4")
     with pytest.raises(UsageError, match="unknown choice of weights"):
         convert(source, tmp_path / "ckpt", quantize="fp8", only="attention")
+
+
+def test_declarations_speak_of_the_source_only(tmp_path: Path):
+    """Quantising more of a checkpoint that declares one algorithm contradicts nothing."""
+    source = fixture.radixark().write(tmp_path / "hf")
+    report = convert(source, tmp_path / "ckpt", quantize="fp8", only="all")
+    assert not [line for line in report.lines() if line.startswith("note")]
+    layers = json.loads((tmp_path / "ckpt" / QUANT_FILE).read_text())["quantized_layers"]
+    assert layers["transformer.layers.3.mlp.experts.down"]["quant_algo"] == "NVFP4"
+    assert layers["transformer.layers.3.attention.q"]["quant_algo"] == "FP8"
+    # Of a plain source nothing is declared, and nothing needs to be.
+    plain = fixture.plain().write(tmp_path / "plain")
+    report = convert(plain, tmp_path / "again", quantize="fp8")
+    assert not [line for line in report.lines() if line.startswith("note")]
