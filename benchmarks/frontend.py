@@ -2,26 +2,32 @@
 
     python -m benchmarks.frontend TOKENIZER_DIR [--seconds 4] [--tokens 200]
 
-Three Python models of one server get the same chats as JSON over HTTP keep-alive connections: one
-that does nothing and returns as many ids, this project's `preprocessing`, and a plain model that
-calls AutoTokenizer and its chat template.
+Three Python models of one server, scheduled in the same way, get the same chats, as JSON over HTTP
+keep-alive connections of a bare client and with Triton's own Python client over gRPC: one that
+does nothing and returns as many ids, this project's `preprocessing`, and a plain model that calls
+AutoTokenizer and its chat template.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
+import selectors
+import socket
 import statistics
 import tempfile
 import textwrap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import tritonclient.grpc as grpcclient
+
+from plugins.support.errors import UsageError
 from triton_repo.frontend.chat import ChatTemplate
 from triton_repo.frontend.pipeline import FrontEnd, prepare
 from triton_repo.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +49,7 @@ input {{ name: "REQUEST_OUTPUT_LEN" data_type: TYPE_INT32 dims: [1] }}
 output {{ name: "INPUT_ID" data_type: TYPE_INT32 dims: [-1] }}
 output {{ name: "REQUEST_INPUT_LEN" data_type: TYPE_INT32 dims: [1] }}
 instance_group {{ kind: KIND_CPU count: 1 }}
+dynamic_batching {{ }}
 """
 NO_OP = """
 import numpy as np
@@ -104,7 +111,9 @@ class Measured:
 
 def chat(tokenizer: Tokenizer, tokens: int) -> str:
     """Messages whose rendered prompt has about `tokens` ids."""
-    template = ChatTemplate(tokenizer.chat_template or "", tokenizer.special_tokens)
+    if not tokenizer.chat_template:
+        raise UsageError("the tokenizer has no chat template", where="TOKENIZER_DIR")
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     words: list[str] = []
     while True:
         words.append(WORDS[len(words) % len(WORDS)])
@@ -141,24 +150,72 @@ def measure_one(work: Callable[[], object], seconds: float) -> Measured:
     return Measured.of(latencies, seconds)
 
 
+class Connection:
+    """One keep-alive connection that always has one request on its way."""
+
+    def __init__(self, port: int, request: bytes) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._request = request
+        self._answer = b""
+        self.sent = 0.0
+
+    def send(self) -> None:
+        """Send the request."""
+        self.sent = time.perf_counter()
+        self.socket.sendall(self._request)
+
+    def receive(self) -> bool:
+        """Take what has come; returns whether that completes an answer."""
+        self._answer += self.socket.recv(1 << 16)
+        # The generate endpoint answers in chunks; an empty one is the last.
+        if not self._answer.endswith(b"\r\n0\r\n\r\n"):
+            return False
+        if b" 200 " not in self._answer[:20]:
+            raise RuntimeError(self._answer.decode()[:300])
+        self._answer = b""
+        return True
+
+
 def through_triton(
     server: TritonServer, model: str, body: bytes, clients: int, seconds: float
 ) -> Measured:
-    """Requests of `clients` threads, each with its own connection."""
+    """Requests of `clients` connections that one thread serves: threads of Python would wait for
+    each other, and that would count as the server's latency.
+    """
+    head = f"POST /v2/models/{model}/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+    latencies: list[float] = []
+    with selectors.DefaultSelector() as ready, ExitStack() as open_sockets:
+        for _ in range(clients):
+            connection = Connection(server.ports.http, head.encode() + b"\r\n\r\n" + body)
+            open_sockets.enter_context(connection.socket)
+            ready.register(connection.socket, selectors.EVENT_READ, connection)
+            connection.send()
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for key, _ in ready.select(1.0):
+                if key.data.receive():
+                    latencies.append(time.perf_counter() - key.data.sent)
+                    key.data.send()
+    return Measured.of(latencies, seconds)
+
+
+def over_grpc(
+    server: TritonServer, model: str, messages: str, clients: int, seconds: float
+) -> Measured:
+    """Requests of `clients` threads with Triton's own Python client, each with its own channel."""
     latencies: list[list[float]] = [[] for _ in range(clients)]
-    path = f"/v2/models/{model}/generate"
+    text = grpcclient.InferInput("messages", [1, 1], "BYTES")
+    text.set_data_from_numpy(np.array([[messages.encode()]], dtype=np.object_))
+    most = grpcclient.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")
+    most.set_data_from_numpy(np.array([[MAX_TOKENS]], dtype=np.int32))
 
     def client(index: int) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", server.ports.http)
-        end = time.perf_counter() + seconds
-        while (start := time.perf_counter()) < end:
-            connection.request("POST", path, body)
-            answer = connection.getresponse()
-            data = answer.read()
-            if answer.status != 200:
-                raise RuntimeError(data.decode()[:300])
-            latencies[index].append(time.perf_counter() - start)
-        connection.close()
+        with grpcclient.InferenceServerClient(server.grpc_url) as channel:
+            end = time.perf_counter() + seconds
+            while (start := time.perf_counter()) < end:
+                channel.infer(model, [text, most])
+                latencies[index].append(time.perf_counter() - start)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
     for thread in threads:
@@ -186,9 +243,8 @@ def main() -> None:
     tokenizer = load_tokenizer(chosen.tokenizer)
     messages = chat(tokenizer, chosen.tokens)
     body = json.dumps({"messages": messages, "REQUEST_OUTPUT_LEN": MAX_TOKENS}).encode()
-    rows: list[tuple[str, Any, Measured]] = [
-        ("library alone", 1, alone(tokenizer, messages, chosen.seconds))
-    ]
+    library = alone(tokenizer, messages, chosen.seconds)
+    rows: list[tuple[str, str, int, Measured]] = []
     with tempfile.TemporaryDirectory() as directory:
         repository = write_repository(
             None,
@@ -201,18 +257,23 @@ def main() -> None:
         source = PLAIN.format(directory=str(chosen.tokenizer.resolve()))
         add_model(repository, "auto_tokenizer", source)
         with running(repository) as server:
-            for model in ("no_op", "preprocessing", "auto_tokenizer"):
-                for clients in CLIENTS:
-                    through_triton(server, model, body, clients, 0.5)
-                    measured = through_triton(server, model, body, clients, chosen.seconds)
-                    rows.append((model, clients, measured))
+            ways: dict[str, Callable[[str, int, float], Measured]] = {
+                "HTTP": lambda model, n, s: through_triton(server, model, body, n, s),
+                "gRPC": lambda model, n, s: over_grpc(server, model, messages, n, s),
+            }
+            for way, measure in ways.items():
+                for model in ("no_op", "preprocessing", "auto_tokenizer"):
+                    for clients in CLIENTS:
+                        measure(model, clients, 0.5)
+                        rows.append((model, way, clients, measure(model, clients, chosen.seconds)))
     print(f"chat of {chosen.tokens} tokens\n")
     print("| what | clients | requests/s | of no-op | p50 ms | p99 ms |")
     print("|---|---|---|---|---|---|")
-    no_op = {clients: m.rate for name, clients, m in rows if name == "no_op"}
-    for name, clients, m in rows:
-        share = f"{m.rate / no_op[clients]:.0%}"
-        print(f"| {name} | {clients} | {m.rate:.0f} | {share} | {m.p50:.2f} | {m.p99:.2f} |")
+    print(f"| library alone | 1 | {library.rate:.0f} | | {library.p50:.2f} | {library.p99:.2f} |")
+    no_op = {(way, clients): m.rate for name, way, clients, m in rows if name == "no_op"}
+    for name, way, clients, m in rows:
+        share = f"{m.rate / no_op[way, clients]:.0%}"
+        print(f"| {name} | {clients} {way} | {m.rate:.0f} | {share} | {m.p50:.2f} | {m.p99:.2f} |")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from build_scripts import options, output
-from plugins.support.errors import VerificationError
+from plugins.support.errors import InputError, VerificationError
 
 HttpPort = Annotated[
     int, typer.Option("--http-port", min=0, max=65535, help="HTTP: /v2, generate, generate_stream.")
@@ -37,6 +37,8 @@ def command(
     json: options.Json = False,
 ) -> None:
     """Serve a model repository with a real tritonserver; Ctrl-C stops it cleanly.
+
+    A server that crashes is started again on the same ports, at most three times in ten minutes.
 
     A port given as 0 is replaced by a free one. With --json the object (addresses, process id) is
     printed as soon as the server answers.
@@ -71,14 +73,18 @@ def command(
             raise VerificationError("the server gives wrong answers", found="; ".join(wrong))
         output.say(f"self-test: {len(results)} questions answered right")
 
+    def restarting(failure: InputError) -> None:
+        output.say(f"{failure.what}; starting the server again:{failure.found}")
+
     validate_repository(repo_dir)
     output.say(f"starting tritonserver on {repo_dir}")
     server.serve(
         repo_dir,
         host=host,
         ports=server.Ports(http_port, grpc_port, metrics_port),
-        probe=probe if self_test else None,
+        probe=probe if self_test else server.probe,
         log_file=log_file,
         on_ready=ready,
+        on_restart=restarting,
     )
     output.say("stopped")

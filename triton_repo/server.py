@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from types import FrameType
 from typing import Any
 
 import requests
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 from plugins.support.errors import CapabilityError, InputError, UsageError
 from triton_repo.control import ENVIRONMENT_VARIABLE, request_drain
@@ -40,6 +43,9 @@ SERVER_EXIT_TIMEOUT_S = 2
 UNLOAD_TIMEOUT_S = 2.5
 KILL_AFTER_S = SERVER_EXIT_TIMEOUT_S + 1.5
 WATCH_INTERVAL_S = 0.5
+# The tritonserver of nvidia-pytriton 0.7 can crash when a unary gRPC call is cancelled.
+MOST_RESTARTS = 3
+RESTART_WINDOW_S = 600.0
 _KEY_HEADER = "launcher-key"
 # The first request may have to wait for kernels to be compiled.
 PROBE_TIMEOUT_S = 300.0
@@ -142,7 +148,7 @@ class TritonServer:
         if not self.repository.is_dir():
             raise InputError("the model repository does not exist", where=str(self.repository))
         installation = find_installation()
-        check_shared_memory(len(list(self.repository.glob("*/1/model.py"))))
+        check_shared_memory(model_instances(self.repository))
         self.ports = _choose_ports(self.host, self.ports)
         self._work = Path(tempfile.mkdtemp(prefix="build-engine-serve-"))
         self._log = self.log_file or self._work / "server.log"
@@ -173,7 +179,8 @@ class TritonServer:
         ]
         environment = installation.environment() | self.environment
         environment[ENVIRONMENT_VARIABLE] = str(control)
-        with self._log.open("wb") as log:
+        # Appended: what a crashed server has said stays in a log file that was asked for.
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -336,12 +343,16 @@ def serve(
     log_file: Path | None = None,
     ready_timeout_s: float = 300.0,
     on_ready: Callable[[TritonServer], None] | None = None,
+    on_restart: Callable[[InputError], None] | None = None,
     grace_s: float = 1.0,
+    restarts: int = MOST_RESTARTS,
 ) -> None:
     """Serve `repository` until SIGINT or SIGTERM, then drain and stop.
 
-    Must be called from the main thread. Raises what `TritonServer.start` raises, and InputError
-    when the server, or the process of a model, ends on its own.
+    A server that ends by itself, or loses the process of a model, is started again on the same
+    ports: `on_restart` is told why, before that; `on_ready` only of the first start. When it
+    happens more often than `restarts` times within `RESTART_WINDOW_S`, the InputError about it is
+    raised. Must be called from the main thread. Raises what `TritonServer.start` raises.
     """
     server = TritonServer(repository, host, ports or Ports(), log_file, grace_s)
     ready, asked_to_stop = threading.Event(), threading.Event()
@@ -353,26 +364,69 @@ def serve(
         asked_to_stop.set()
 
     previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        server.start(ready_timeout_s, probe)
+    deaths: deque[float] = deque()
+
+    def run_once(first: bool) -> InputError | None:
+        """Start, and wait until it has to stop (None), or something has died."""
+        try:
+            server.start(ready_timeout_s, probe)
+        except InputError as error:
+            if first:
+                raise
+            return error
         ready.set()
-        processes = server.model_processes()
-        if on_ready is not None:
+        if first and on_ready is not None:
             on_ready(server)
-        while not asked_to_stop.wait(WATCH_INTERVAL_S):
-            if not server.alive():
-                raise InputError("the server ended by itself", found=_tail(server.log_text()))
-            if server.model_processes() < processes:
-                raise InputError(
-                    "the process of a model has died",
-                    where=str(repository),
-                    found=_tail(server.log_text()),
-                    fix="start the server again",
-                )
+        return _watch(server, asked_to_stop)
+
+    try:
+        failure = run_once(first=True)
+        while failure is not None:
+            deaths.append(time.monotonic())
+            while deaths[0] < deaths[-1] - RESTART_WINDOW_S:
+                deaths.popleft()
+            if len(deaths) > restarts:
+                raise failure
+            ready.clear()
+            server.stop(drain=False)
+            if on_restart is not None:
+                on_restart(failure)
+            failure = run_once(first=False)
     finally:
         server.stop()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _watch(server: TritonServer, asked_to_stop: threading.Event) -> InputError | None:
+    """Wait until somebody asks to stop (None), or something has died."""
+    processes = model_instances(server.repository)
+    while not asked_to_stop.wait(WATCH_INTERVAL_S):
+        if not server.alive():
+            return InputError(
+                "the server ended by itself",
+                where=str(server.repository),
+                found=_tail(server.log_text()),
+            )
+        if server.model_processes() < processes:
+            return InputError(
+                "the process of a model has died",
+                where=str(server.repository),
+                found=_tail(server.log_text()),
+            )
+    return None
+
+
+def model_instances(repository: Path) -> int:
+    """Instances of Python models in a repository; each is a process."""
+    count = 0
+    for path in repository.glob("*/config.pbtxt"):
+        # What cannot be parsed is for the server to name.
+        with contextlib.suppress(text_format.ParseError):
+            config = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+            if config.backend == "python":
+                count += sum(group.count for group in config.instance_group) or 1
+    return count
 
 
 def check_shared_memory(instances: int) -> None:

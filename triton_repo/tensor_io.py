@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -39,19 +39,17 @@ BINARY_FIELDS = frozenset({"image_bytes_input"})
 ARRAY_FIELDS = frozenset({"audio_samples", "input_features"})
 
 
-def read_rows(tensors: Mapping[str, Array], fields: Iterable[tuple[str, Field]]) -> list[Row]:
+def read_rows(tensors: Mapping[str, Array], fields: Mapping[str, Field]) -> list[Row]:
     """One dict per batch row with public field names, from tensors of shape [batch, …].
 
-    `fields` pairs a tensor's name with its field. Raises UsageError naming the field for a wrong
-    shape, text that is not UTF-8, or a number that is not finite.
+    `fields` has the field of each tensor by the tensor's name. Raises UsageError naming the field
+    for a wrong shape, text that is not UTF-8, or a number that is not finite.
     """
     first = next(iter(tensors.values()), None)
     batch = first.shape[0] if first is not None and first.ndim else 1
     rows: list[Row] = [{} for _ in range(batch)]
-    for tensor_name, field in fields:
-        array = tensors.get(tensor_name)
-        if array is None:
-            continue
+    for tensor_name, array in tensors.items():
+        field = fields[tensor_name]
         if array.ndim < 1 or array.shape[0] != batch:
             raise problem(field.name, "has the wrong shape", expected=f"[{batch}, …]",
                           found=list(array.shape))  # fmt: skip

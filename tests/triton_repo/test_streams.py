@@ -219,8 +219,12 @@ from triton_repo.server import Ports, serve
 def ready(server):
     print(server.pid, server.ports.http, server.ports.grpc, server.ports.metrics, flush=True)
 
+def restarting(failure):
+    print(f"again: {failure.what}", flush=True)
+
 try:
-    serve(Path(sys.argv[1]), ports=Ports(0, 0, 0), on_ready=ready, grace_s=0.2)
+    serve(Path(sys.argv[1]), ports=Ports(0, 0, 0), on_ready=ready, on_restart=restarting,
+          grace_s=0.2, restarts=2, probe=None)
 except ToolchainError as error:
     sys.exit(f"error: {error.what}")
 print("stopped", flush=True)
@@ -273,17 +277,55 @@ def test_a_killed_launcher_leaves_no_server(
     assert wait_for(lambda: gone(pid), 20)
 
 
-def test_a_dead_model_process_ends_serve(
-    launcher: subprocess.Popen[str], echo_repository: Path
-) -> None:
-    pid, _ = ready_server(launcher, echo_repository)
+def kill_stub(server: int) -> None:
     stub = next(
         int(stat.parent.name)
         for stat in Path("/proc").glob("[0-9]*/stat")
-        if stat.read_text().rpartition(")")[2].split()[1] == str(pid)
+        if stat.read_text().rpartition(")")[2].split()[1] == str(server)
     )
     os.kill(stub, signal.SIGKILL)
-    _, err = launcher.communicate(timeout=30)
-    assert launcher.returncode == 1
+
+
+def server_of(launcher: subprocess.Popen[str]) -> int:
+    """The tritonserver that the launcher runs now; 0 when there is none."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        fields = rest.split()
+        if name == "tritonserver" and fields[1] == str(launcher.pid) and fields[0] != "Z":
+            return int(stat.parent.name)
+    return 0
+
+
+def test_what_has_died_is_started_again(
+    launcher: subprocess.Popen[str], echo_repository: Path
+) -> None:
+    pid, server = ready_server(launcher, echo_repository)
+    assert launcher.stdout is not None
+
+    def answers() -> bool:
+        try:
+            return generate(server, {"text_input": "x", "max_tokens": 1})[0] == 200
+        except requests.RequestException:
+            return False
+
+    for death in ("the server ended by itself", "the process of a model has died"):
+        assert answers()
+        if death.startswith("the server"):
+            os.kill(pid, signal.SIGSEGV)
+        else:
+            kill_stub(pid)
+        assert launcher.stdout.readline() == f"again: {death}\n"
+        assert gone(pid)
+        # On the same ports, which is what clients know.
+        assert wait_for(answers, 30)
+        pid = server_of(launcher)
+        assert pid
+    # What dies again and again is not hidden by starting it for ever.
+    kill_stub(pid)
+    out, err = launcher.communicate(timeout=30)
+    assert (launcher.returncode, out) == (1, "")
     assert "the process of a model has died" in err
     assert gone(pid)

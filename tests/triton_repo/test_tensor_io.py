@@ -12,7 +12,7 @@ from triton_repo.answers import id_tensor
 from triton_repo.tensor_io import array_of, batch_of, check_parameters, read_rows
 from triton_repo.tensors import REQUEST, Field, Tensor
 
-FIELDS = [(f.name, f) for f in REQUEST]
+FIELDS = {f.name: f for f in REQUEST}
 
 
 def test_rows() -> None:

@@ -56,6 +56,8 @@ def parse_sampling(values: Mapping[str, Any]) -> Sampling:
     beam width of 0 mean "not set".
     """
     values = {k: v for k, v in values.items() if v is not None}
+    if not values:
+        return Sampling()
     if "random_seed" in values:
         seed = values.pop("random_seed")
         if values.setdefault("seed", seed) != seed:

@@ -173,6 +173,21 @@ class RequestState(BaseModel):
     media: tuple[SpanState, ...] = ()
 
     @staticmethod
+    def is_needed(prepared: Prepared) -> bool:
+        """Whether the classic tensors do not say everything about a prompt."""
+        text = prepared.text
+        return bool(
+            len(prepared.end_ids) > 1
+            or prepared.task != "generate"
+            or text.stop_words
+            or text.include_stop
+            or not text.skip_special_tokens
+            or any(prepared.mm_views.values())
+            or prepared.features is not None
+            or prepared.media
+        )
+
+    @staticmethod
     def write(prepared: Prepared) -> str:
         """The state of one prepared prompt as JSON text; what is as usual is left out."""
         text = prepared.text

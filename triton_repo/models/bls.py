@@ -22,6 +22,7 @@ from triton_repo.generation.feed import AudioFeed
 from triton_repo.models.base import (
     belongs_to_stream,
     decoupled,
+    hide_from_collector,
     limit_threads,
     may_take_long,
     refuse_to_start,
@@ -53,12 +54,13 @@ class Bls:
             self._echo = any(i["name"] == "echo_output_ids" for i in config["input"])
         except Exception as error:
             refuse_to_start(pb_utils, error)
-        self._fields = [(f.name, f) for f in request_fields(self._echo)]
-        self._names = [name for name, _ in self._fields]
+        self._fields = {f.name: f for f in request_fields(self._echo)}
+        self._names = list(self._fields)
         self._replies = ReplyLoop(pb_utils)
         self._pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media")
         self._live = LiveStreams() if self._hears_streams else None
         self._drain = DrainWatcher("tensorrt_llm_bls", self._on_drain)
+        hide_from_collector()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Start each request; answers come from other threads."""

@@ -13,6 +13,7 @@ from triton_repo.frontend.detokenize import decode_all
 from triton_repo.frontend.output import OutputText, TextOptions
 from triton_repo.frontend.problems import problem
 from triton_repo.models.base import (
+    hide_from_collector,
     limit_threads,
     refuse_to_start,
     set_up_logging,
@@ -55,6 +56,7 @@ class Postprocessing:
         except Exception as error:
             refuse_to_start(pb_utils, error)
         self._streams: OrderedDict[str, _Stream] = OrderedDict()
+        hide_from_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Text for each response of `tensorrt_llm`."""

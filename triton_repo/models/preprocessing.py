@@ -15,6 +15,7 @@ from triton_repo.frontend.words import to_word_list
 from triton_repo.generation.base import RequestState
 from triton_repo.models.base import (
     belongs_to_stream,
+    hide_from_collector,
     limit_threads,
     may_take_long,
     refuse_to_start,
@@ -43,11 +44,12 @@ class Preprocessing:
             self._front_end = open_front_end(parameters, directory)
         except Exception as error:
             refuse_to_start(pb_utils, error)
-        self._fields = [
-            (f.preprocessing, f) for f in request_fields(echo=True) if f.preprocessing is not None
-        ]
+        self._fields = {
+            f.preprocessing: f for f in request_fields(echo=True) if f.preprocessing is not None
+        }
         self._public_names = [f.name for f in request_fields(echo=True)]
         self._pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media")
+        hide_from_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer a batch; from other threads when a request names media to fetch."""
@@ -94,8 +96,12 @@ def preprocessed_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
         "INPUT_ID": [p.prompt.ids for p in prepared],
         "REQUEST_INPUT_LEN": [[p.prompt.real_length] for p in prepared],
         "REQUEST_OUTPUT_LEN": [[p.max_tokens] for p in prepared],
-        "REQUEST_STATE": [RequestState.write(p) for p in prepared],
     }
+    ends = [bool(p.end_ids) for p in prepared]
+    if all(ends):
+        rows["OUT_END_ID"] = [[p.end_ids[0]] for p in prepared]
+    if any(RequestState.is_needed(p) for p in prepared) or any(ends) != all(ends):
+        rows["REQUEST_STATE"] = [RequestState.write(p) for p in prepared]
     if any(p.features is not None for p in prepared):
         nothing = np.zeros((0, 0, 0), dtype=np.float32)
         rows["INPUT_FEATURES"] = [nothing if p.features is None else p.features for p in prepared]
@@ -106,8 +112,6 @@ def preprocessed_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
         rows["BAD_WORDS_IDS"] = [to_word_list(p.bad_ids) for p in prepared]
     if any(p.stop_ids is not None for p in prepared):
         rows["STOP_WORDS_IDS"] = [to_word_list(p.stop_ids) for p in prepared]
-    if all(p.end_ids for p in prepared):
-        rows["OUT_END_ID"] = [[p.end_ids[0]] for p in prepared]
     if all(p.pad_id is not None for p in prepared):
         rows["OUT_PAD_ID"] = [[p.pad_id] for p in prepared]
     # Absent means absent: no salt is neither id 0 nor the id of an empty text.

@@ -34,7 +34,7 @@ from triton_repo.tensor_io import Row, check_parameters, read_rows
 from triton_repo.tensors import GENERATION_INPUTS, REQUEST, Field
 
 _PUBLIC = {f.tensorrt_llm: f.name for f in REQUEST if f.tensorrt_llm is not None}
-_FIELDS = [(t.name, Field(_PUBLIC.get(t.name, t.name), t.dtype, t.dims)) for t in GENERATION_INPUTS]
+_FIELDS = {t.name: Field(_PUBLIC.get(t.name, t.name), t.dtype, t.dims) for t in GENERATION_INPUTS}
 _WORD_LISTS = ("stop_words_list", "bad_words_list")
 _FEATURES = "input_features"
 
