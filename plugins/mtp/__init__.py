@@ -1,0 +1,1 @@
+"""The input of a draft layer (multi-token prediction) as one operation."""
