@@ -318,6 +318,7 @@ def _build_phase(
             name: contract.Range(min=least, opt=best, max=most)
             for name, (least, best, most) in definition.profile.items()
         },
+        decisions=definition.decisions,
     )
     return entry, plan
 

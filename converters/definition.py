@@ -83,7 +83,9 @@ class Definition:
     Attributes:
         kinds: network input -> kind; inputs that are missing here are weights.
         profile: network input with dynamic dimensions -> (smallest, best, largest) dimensions.
+        decisions: what was decided once for this network, by name; recorded with the engine.
     """
 
     kinds: dict[str, InputKind] = field(default_factory=dict)
     profile: dict[str, tuple[Dims, Dims, Dims]] = field(default_factory=dict)
+    decisions: dict[str, bool] = field(default_factory=dict)

@@ -18,6 +18,8 @@ from torch import Tensor
 from plugins.aot.quick import Operation
 from plugins.dsa import plugin as dsa
 from plugins.dsa import stages as dsa_stages
+from plugins.mtp import plugin as mtp
+from plugins.mtp import stages as mtp_stages
 from plugins.qsa import plugin as qsa
 from plugins.qsa import stages as qsa_stages
 from plugins.support.dtypes import BY_NAME
@@ -28,11 +30,12 @@ Attributes = Mapping[str, Any]
 Definition = Callable[[Mapping[str, Tensor], Attributes], dict[str, Tensor]]
 
 OPERATIONS: dict[str, Operation] = {
-    operation.id: operation for operation in (*qsa.OPERATIONS, *dsa.OPERATIONS)
+    operation.id: operation for operation in (*qsa.OPERATIONS, *dsa.OPERATIONS, *mtp.OPERATIONS)
 }
 DEFINITIONS: dict[str, Definition] = {
     **{f"{qsa.NAMESPACE}::{name}": run for name, run in qsa_stages.DEFINITIONS.items()},
     **{f"{dsa.NAMESPACE}::{name}": run for name, run in dsa_stages.DEFINITIONS.items()},
+    **{f"{mtp.NAMESPACE}::{name}": run for name, run in mtp_stages.DEFINITIONS.items()},
 }
 
 

@@ -100,6 +100,7 @@ class EngineEntry(_Model):
         fingerprint: of the definition the engine was built from.
         inputs, outputs: every tensor that has to be bound.
         profile: per dynamic input.
+        decisions: what the build decided once for this engine, by name.
     """
 
     file: str
@@ -111,6 +112,7 @@ class EngineEntry(_Model):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     profile: dict[str, Range]
+    decisions: dict[str, bool] = Field(default_factory=dict)
 
     def of_kind(self, *kinds: str) -> list[TensorSpec]:
         """Inputs of the given kinds, in engine order."""

@@ -8,24 +8,27 @@ their window as a state. Norms, scores, routing and gates are computed in float3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from converters.definition import Definition, EngineLimits, Phase
 from converters.dots3.config import Dots3CheckpointConfig, Mla
+from converters.layers.embedding import replicated_embed
 from converters.layers.linear import linear, swiglu
 from converters.layers.moe import Experts, run_experts, sigmoid_router
-from converters.layers.norm import rms_norm
 from converters.layers.rope import RotaryTable
 from converters.layers.stored import stored_matrix
 from converters.layers.text_engine import TextEngine
 from plugins.dsa import layer as dsa
 from plugins.dsa import lowering
 from plugins.dsa.geometry import Geometry
+from plugins.mtp import layer as mtp
 from plugins.trt.network import Network
+from plugins.trt.norms import rms_norm
 from plugins.trt.types import Tensor
 
 # LayerNorm of the index keys, whatever the model's own epsilon.
 _INDEX_EPS = 1e-6
+_DRAFT_TABLE = "mtp.vocab_embedding"
 
 
 def define(
@@ -304,26 +307,18 @@ class _DraftNetwork:
         self.net, self.config = net, config
         self.engine = TextEngine(net, config, "draft", limits)
         self.layers = _Layers(self.engine, config, expanded=True)
+        table = net.source.info(f"{_DRAFT_TABLE}.weight")
+        self.replicated_embed = replicated_embed(
+            config.mapping, table, config.vocab_size, config.hidden_size
+        )
 
     def run(self) -> Definition:
         """Shifted ids and hidden states to draft logits and the next hidden states."""
         net, config, engine, layers = self.net, self.config, self.engine, self.layers
         hidden = config.hidden_size
-        vocab = (config.vocab_size, hidden)
         before = engine.per_token("hidden_states", hidden)
         with net.scope("mtp.input"):
-            table = net.weight("mtp.vocab_embedding.weight", config.dtype, vocab)
-            embedded = net.gather(table, engine.ids, 0)
-            first = net.equal(net.unsqueeze(engine.positions, [2]), 0)
-            embedded = net.select(first, 0.0, embedded)
-            joined = net.concat(
-                [
-                    layers.norm(embedded, "mtp.enorm", hidden),
-                    layers.norm(before, "mtp.hnorm", hidden),
-                ],
-                2,
-            )
-            x = linear(net, joined, "mtp.eh_proj", hidden)
+            x = linear(net, self._input(before), "mtp.eh_proj", hidden)
         with net.scope("mtp.layer"):
             kind = layers.kind(config.dots3.sliding)
             label = str(config.num_hidden_layers)
@@ -333,4 +328,24 @@ class _DraftNetwork:
             net.output(x, "hidden_states.next_draft")
             logits = linear(net, engine.wanted_rows(x), "lm_head", config.vocab_size)
             net.output(net.cast(logits, "float32"), "logits")
-        return engine.definition()
+        return replace(engine.definition(), decisions={"replicated_embed": self.replicated_embed})
+
+    def _input(self, before: Tensor) -> Tensor:
+        """Normed embeddings beside normed hidden states, [B, S, 2H]."""
+        net, config, engine = self.net, self.config, self.engine
+        hidden = config.hidden_size
+        table = stored_matrix(net, _DRAFT_TABLE, (config.vocab_size, hidden), config.dtype)
+        embed_weight, hidden_weight = (
+            net.weight(f"mtp.{name}.weight", config.dtype, (hidden,)) for name in ("enorm", "hnorm")
+        )
+        join = mtp.embed_norms if self.replicated_embed else mtp.embed_then_norms
+        return join(
+            net,
+            engine.ids,
+            engine.positions,
+            table,
+            before,
+            embed_weight,
+            hidden_weight,
+            config.norm_epsilon,
+        )

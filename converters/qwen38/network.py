@@ -15,7 +15,7 @@ from converters.layers.conv import causal_conv, last_rows
 from converters.layers.delta_rule import delta_rule_chunks, delta_rule_steps
 from converters.layers.linear import linear, stored_weight, swiglu
 from converters.layers.moe import Experts, run_experts, softmax_router
-from converters.layers.norm import l2_normalize, rms_norm
+from converters.layers.norm import l2_normalize
 from converters.layers.rope import RotaryTable
 from converters.layers.text_engine import TextEngine
 from converters.qwen38.config import Qwen38CheckpointConfig
@@ -23,6 +23,7 @@ from plugins.qsa import layer as qsa
 from plugins.qsa.geometry import Geometry
 from plugins.support.errors import InputError
 from plugins.trt.network import Network
+from plugins.trt.norms import rms_norm
 from plugins.trt.types import Tensor
 
 _L2_EPS = 1e-6

@@ -34,9 +34,9 @@ SLIDING = dsa_plan.Geometry(
     heads=5, latent=56, rope=8, nope=24, value=20, index_heads=0, index_width=0, kept=0, window=9,
     dtype="float32",
 )  # fmt: skip
-# Layers that no chain below has: `prepare` is tested against its definition with the kernels, and
-# `window` is for compute capability 9.0 only.
-ELSEWHERE = {"qsa::prepare", "dsa::window"}
+# Layers that no chain below has: `prepare` and the draft layer's input are tested against their
+# definitions with the kernels, and `window` is for compute capability 9.0 only.
+ELSEWHERE = {"qsa::prepare", "dsa::window", "mtp::embed_norms", "mtp::rms_norm"}
 
 # An empty slot, a padding slot, lengths around the budget, more than it.
 PAST = torch.tensor([0, 20, 14, 31, 83], dtype=torch.int32)
