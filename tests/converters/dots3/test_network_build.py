@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from converters.definition import Definition, EngineLimits, Phase
+from converters.dots3 import network
 from converters.dots3.network import define
 from plugins.support.errors import InputError
 from plugins.trt.backend import load_backend
@@ -90,3 +91,21 @@ def test_limits_are_checked() -> None:
     net = Network(load_backend(), source=TensorSource(checkpoint.weights))
     with pytest.raises(InputError, match="exceeds what the model was trained for"):
         define(net, checkpoint.config, "context", EngineLimits(1, 2000))
+
+
+def test_the_fused_draft_input_is_one_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookup, zero and both norms; the unfused order takes three."""
+
+    def kernels(name: str) -> tuple[int, list[str]]:
+        (tmp_path / name).mkdir()
+        _, _, plan = _built(tmp_path / name, "bfloat16", "draft", 2, WeightPolicy("inputs"))
+        found = plan.report.kernels
+        return len(found), [k.name for k in found if "mtp.input" in str(k.metadata)]
+
+    total, inside = kernels("fused")
+    assert len([name for name in inside if not name.startswith("mtp.input.matmul")]) == 1
+    assert len(inside) == 2
+    monkeypatch.setattr(network, "replicated_embed", lambda *_: False)
+    assert kernels("unfused")[0] == total + 2
