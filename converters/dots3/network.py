@@ -96,6 +96,7 @@ class _Layers:
             new=engine.new,
             visible=self.visible,
             span=engine.span,
+            rows=engine.limits.visible_rows,
             slots=slots,
             steps=steps,
         )

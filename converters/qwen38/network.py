@@ -95,6 +95,7 @@ class _TextNetwork:
             new=self.engine.new,
             positions=self.engine.queries,
             span=self.engine.span,
+            rows=limits.visible_rows,
             slots=slots,
             steps=steps,
         )
@@ -255,8 +256,7 @@ class _TextNetwork:
 
         with net.scope("indexer"):
             index_query, block_keys = self._indexer(layer, f"{name}.indexer", x)
-            seen = self.limits.visible_rows // self.ratio
-            chosen = qsa.select(self.site, index_query, block_keys, seen)
+            chosen = qsa.select(self.site, index_query, block_keys)
             net.tap(chosen, f"layers.{layer}.selected_blocks")
         mixed = qsa.attend(self.site, query, keys, values, chosen, q_gate)
         return linear(net, mixed, f"{name}.dense", self.hidden)

@@ -173,6 +173,7 @@ def compile_kernel(
             "ptx_version": version,
             "maxnreg": spec.registers,
             "enable_fp_fusion": True,
+            **spec.options,
         },
     )
     _refuse_unlaunchable(spec, capability, compiled.metadata)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from plugins.support.errors import UsageError
@@ -82,6 +83,12 @@ class KernelSpec:
         return f"{self.name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options: products declared float32 are meant as such, not rounded to TF32."""
+        exact = self.constants.get("DOT") == tl.float32
+        return {"allowed_dot_input_precisions": ("ieee",)} if exact else {}
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the run-time arguments in order."""
         return (
@@ -107,12 +114,14 @@ class KernelSpec:
             values: every scalar and every further name that the grid uses.
         """
         grid = self.grid(values)
+        options = {} if triton.knobs.runtime.interpret else self.options
         if all(extent > 0 for extent in grid):
             self.function[grid](
                 *self.arguments(tensors, values),
                 **self.constants,
                 num_warps=self.warps,
                 maxnreg=self.registers,
+                **options,
             )
 
 

@@ -40,11 +40,11 @@ def _kernels(site: Site) -> dict[str, int]:
     return {"hopper": int(_hopper(site)), "small": int(shared <= plan.SMALL_SHARED_BYTES)}
 
 
-def select(
-    site: Site, index_query: Tensor, index_keys: Tensor, head_weights: Tensor, most: int
-) -> Tensor:
-    """As `layer.select`; `index_keys` [B, 1, N, Di] are those looked at, N at most `most`."""
+def select(site: Site, index_query: Tensor, index_keys: Tensor, head_weights: Tensor) -> Tensor:
+    """As `layer.select`; `index_keys` [B, 1, N, Di] are those that calls look at."""
     net, g = site.net, site.geometry
+    # Rows behind the visible ones, to which padding is written, are never chosen from.
+    most = site.rows
     tiles = kernel.score_tiles(site.steps)
     blocks = site.slots * triton.cdiv(site.steps, tiles.queries)
     runs = max(1, min(triton.cdiv(most, tiles.tokens), 8 * kernel.PROCESSORS // blocks))

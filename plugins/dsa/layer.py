@@ -25,6 +25,7 @@ class Site:
         past, new: int32 [B], cached tokens before the call and valid ones in it.
         visible: int32 [B, S], tokens that a query sees, 0 for padding.
         span: cache rows that a call looks at.
+        rows: most tokens of a sequence.
         slots, steps: slots and queries per slot of the largest call.
     """
 
@@ -35,6 +36,7 @@ class Site:
     new: Tensor
     visible: Tensor
     span: Dim
+    rows: int
     slots: int
     steps: int
 
@@ -50,7 +52,7 @@ def select(site: Site, index_query: Tensor, index_keys: Tensor, head_weights: Te
     Args:
         site: where.
         index_query: [B, S, Hi, Di].
-        index_keys: [B, 1, C, Di], the whole cache, C static.
+        index_keys: [B, 1, C, Di], the whole cache.
         head_weights: [B, S, Hi], as projected.
 
     Returns:
@@ -58,14 +60,13 @@ def select(site: Site, index_query: Tensor, index_keys: Tensor, head_weights: Te
         plugin layers keep the lower tokens; native layers do so for zeros, and any of others.
     """
     net, g = site.net, site.geometry
-    most = net.shape(index_keys)[2]
     if site.expanded:
         index_keys = net.narrow(index_keys, 2, 0, site.span)
     # The kernels keep a power of two.
     if site.plugins and g.kept & (g.kept - 1) == 0:
         from plugins.dsa import chain
 
-        return chain.select(site, index_query, index_keys, head_weights, most)
+        return chain.select(site, index_query, index_keys, head_weights)
     return lowering.select_tokens(net, index_query, index_keys, head_weights, site.visible, g.kept)
 
 

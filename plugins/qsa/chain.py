@@ -31,9 +31,11 @@ def _tiles(tiles: Tiles) -> dict[str, int]:
     return {"columns": tiles.columns, "warps": tiles.warps, "stages": tiles.stages}
 
 
-def select(site: Site, index_query: Tensor, block_keys: Tensor, most: int) -> Tensor:
-    """As `layer.select`; `block_keys` [B, 1, NB, Di] are those looked at, NB at most `most`."""
+def select(site: Site, index_query: Tensor, block_keys: Tensor) -> Tensor:
+    """As `layer.select`; `block_keys` [B, 1, NB, Di] are those that calls look at."""
     g = site.geometry
+    # Rows behind the visible ones, to which padding is written, are never chosen from.
+    most = site.rows // g.ratio
     scores = _add(
         site,
         "score",

@@ -25,6 +25,7 @@ class Site:
         past, new: int32 [B], cached tokens before the call and valid ones in it.
         positions: int32 [B, S], -1 for padding.
         span: cache rows that a context call looks at.
+        rows: most tokens of a sequence.
         slots, steps: slots and queries per slot of the largest call.
     """
 
@@ -35,6 +36,7 @@ class Site:
     new: Tensor
     positions: Tensor
     span: Dim
+    rows: int
     slots: int
     steps: int
 
@@ -47,29 +49,28 @@ class Site:
         return self.net.capability.has_plugins and powers and min(g.width, g.index_width) >= 16
 
 
-def select(site: Site, index_query: Tensor, block_keys: Tensor, seen: int) -> Tensor:
+def select(site: Site, index_query: Tensor, block_keys: Tensor) -> Tensor:
     """The best visible blocks of each query.
 
     Args:
         site: where.
         index_query: [B, Hi, S, Di].
-        block_keys: [B, 1, NB, Di], the whole cache, NB static.
-        seen: most blocks that a query sees.
+        block_keys: [B, 1, NB, Di], the whole cache.
 
     Returns:
         int32 [B, S, K], -1 = unused. Of equal scores plugin layers keep the lower block ids,
         native layers any.
     """
     net, g = site.net, site.geometry
-    most = net.shape(block_keys)[2]
     if site.context:
         block_keys = net.narrow(block_keys, 2, 0, net.dim_floor_div(site.span, g.ratio))
     if site.plugins:
         from plugins.qsa import chain
 
-        return chain.select(site, index_query, block_keys, most)
+        return chain.select(site, index_query, block_keys)
     visible = lowering.visible_blocks(net, site.positions, g.ratio)
-    return lowering.select_blocks(net, index_query, block_keys, visible, min(g.blocks, seen))
+    kept = min(g.blocks, site.rows // g.ratio)
+    return lowering.select_blocks(net, index_query, block_keys, visible, kept)
 
 
 def attend(

@@ -139,3 +139,12 @@ def test_bundles_round_trip_and_notice_changes(tmp_path: Path) -> None:
     (tmp_path / "kernels" / MANIFEST).write_text("[")
     with pytest.raises(InputError, match="not a directory of compiled kernels"):
         read_bundle(tmp_path / "kernels")
+
+
+def test_float32_products_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = Geometry(dtype="float32", cache_dtype="float32", width=32)
+    spec = plan.attend_whole(exact, Tiles(16, 4, 1))
+    assert "tf32" not in compile_kernel(spec, "9.0").ptx
+    # What the compiler does unless it is told.
+    monkeypatch.setattr(KernelSpec, "options", property(lambda self: {}))
+    assert "tf32" in compile_kernel(spec, "9.0").ptx
