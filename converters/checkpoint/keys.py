@@ -123,6 +123,10 @@ class KeyReader:
         """Keys that do not change what the network computes."""
         self._known.update(keys)
 
+    def ignore_rest(self) -> None:
+        """As `ignore`, for all keys of a part that no network is made of."""
+        self._known.update(self._values)
+
     def require(self, holds: bool, key: str, sentence: str) -> None:
         """Record a broken relation between keys."""
         if not holds:

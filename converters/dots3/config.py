@@ -185,6 +185,7 @@ def plan_config(source: SourceCheckpoint, dtype: ComputeDType) -> Dots3Checkpoin
     bos = keys.optional_integer("bos_token_id")
     pad = keys.optional_integer("pad_token_id")
     keys.ignore("eos_token_id", *_IGNORED, *_LEFTOVERS)
+    _towers(top)
     top.finish()
 
     stops = _stop_ids(source, values, shared["vocab_size"])
@@ -386,6 +387,23 @@ def _preconditions(keys: KeyReader) -> int:
     for name, value in _STATED.items():
         keys.rely_on_if_present(name, value, "the value that the release leaves out")
     return int(_STATED["num_nextn_predict_layers"])
+
+
+def _towers(top: KeyReader) -> None:
+    """Variants of the towers that exist in code and in no release.
+
+    A checkpoint with one of them is not the model that this family is written for, even though the
+    towers themselves stay out of the engines.
+    """
+    for name, key, value, why in (
+        ("audio_config", "use_causal", False, "the released audio tower is bidirectional"),
+        ("audio_config", "use_conv2d_stem", True, "the released audio stem is two-dimensional"),
+        ("vision_config", "adapter_type", "patch_merger", "the released vision adapter"),
+    ):
+        if top.has(name):
+            tower = top.table(name)
+            tower.ignore_rest()
+            tower.rely_on_if_present(key, value, why)
 
 
 def _relations(

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from converters.dots3.config import canonical_name
+from converters.checkpoint.source import SourceCheckpoint
+from converters.dots3.config import canonical_name, index_rope
 from converters.reference import TEXT_MODEL
 
 SELECTED_TOKENS = "selected_tokens"
@@ -67,6 +68,8 @@ class Oracle:
         self.model = TEXT_MODEL.require(loaded).eval()
         # Correction biases of the routers are buffers: they stay float32, as in the conversion.
         _round(self.model, dtype)
+        if index_rope(SourceCheckpoint.open(hf_dir)) == "tail":
+            _lead_index_rope(self.model)
 
     def sample_ids(self, limit: int) -> list[int]:
         """At most `limit` ids that reach every branch as far as `limit` allows: more tokens than
@@ -195,6 +198,23 @@ def _draft_tensors(hf_dir: Path, index: int, dtype: str) -> dict[str, Tensor]:
                         tensor = file.get_tensor(name).to(getattr(torch, dtype)).float()
                         found[own.removeprefix(prefix)] = tensor
     return found
+
+
+@torch.no_grad()
+def _lead_index_rope(model: Any) -> None:
+    """Move the rotary lanes of the index heads to where transformers rotates: to the front."""
+    for layer in model.model.layers:
+        indexer = layer.self_attn.indexer
+        if indexer is None:
+            continue
+        width, rope = indexer.head_dim, model.config.qk_rope_head_dim
+        for tensor in (
+            indexer.wq_b.weight,
+            indexer.wk.weight,
+            indexer.k_norm.weight,
+            indexer.k_norm.bias,
+        ):
+            tensor.copy_(tensor.unflatten(0, (-1, width)).roll(rope, dims=1).flatten(0, 1))
 
 
 @torch.no_grad()

@@ -135,6 +135,30 @@ def test_refused_by_name(bend: Bend, changes: dict[str, Any], message: str) -> N
     assert message in refused(bend.config(**changes))
 
 
+@pytest.mark.parametrize(
+    ("tower", "change", "message"),
+    [
+        ("audio_config", {"use_causal": True}, "audio_config.use_causal: expected False"),
+        ("audio_config", {"use_conv2d_stem": False}, "audio_config.use_conv2d_stem: expected True"),
+        (
+            "vision_config",
+            {"adapter_type": "pixel_shuffle_mlp"},
+            "vision_config.adapter_type: expected 'patch_merger'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_towers_that_were_never_released_are_refused_by_name(
+    bend: Bend, tower: str, change: dict[str, Any], message: str, nested: bool
+) -> None:
+    """They stay out of the engines, but such a checkpoint is another model."""
+    if nested:
+        from transformers import Dots3NoteConfig
+
+        Dots3NoteConfig(**CONFIG).save_pretrained(bend.directory)
+    assert message in refused(bend.edit(lambda config: config[tower].update(change)))
+
+
 def test_a_wrapped_layout_is_not_read_at_the_top(bend: Bend) -> None:
     """Flat keys inside `text_config` under the flat name are the flat layout, wherever they lie;
     a wrapper around nothing has no keys at all.

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from converters.checkpoint.config import WEIGHTS_FILE, read_config
+from converters.checkpoint.convert import convert
 from converters.definition import EngineLimits
+from converters.dots3.config import Dots3CheckpointConfig
 from converters.dots3.oracle import Oracle, canonical
 from tests.converters.dots3.driver import Driver
 from tests.converters.dots3.tiny import Tiny, tiny
@@ -235,3 +241,25 @@ def test_half_precision_stays_finite(dtype: str) -> None:
     rows += [driver.call("generation", [[token]])[0]["logits"] for token in IDS[128:140]]
     assert torch.cat(rows).dtype == torch.float32
     assert torch.isfinite(torch.cat(rows)).all()
+
+
+def test_a_checkpoint_in_the_layout_of_the_training(
+    checkpoint: Tiny, expected: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Rotary lanes of the index heads behind the plain ones, as files without a note have them."""
+    shutil.copytree(checkpoint.hf_dir, tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if ".indexer." in name and "weights_proj" not in name:
+            tensors[name] = tensor.unflatten(0, (-1, 16)).roll(-8, 1).flatten(0, 1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = Oracle(tmp_path / "hf").run(IDS)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    convert(tmp_path / "hf", tmp_path / "checkpoint")
+    config = read_config(tmp_path / "checkpoint", Dots3CheckpointConfig)
+    assert config.dots3.index_rope == "tail"
+    weights = load_file(tmp_path / "checkpoint" / WEIGHTS_FILE)
+    driver = Tiny(tmp_path / "hf", config, weights).driver(LIMITS, phases=("context",))
+    _close(driver.call("context", [IDS[:128]])[0]["logits"], expected["logits"][:128])
