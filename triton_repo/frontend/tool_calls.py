@@ -1,0 +1,194 @@
+"""Tool calls in the answer of a Dots3 model.
+
+    <dots_function_call>
+    <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>
+    </dots_function_call>
+
+A block holds any number of `invoke`, or one JSON object with `name` and `arguments` (also called
+`parameters`); there may be several blocks. Text before the first block is content. Calls of tools
+that the request does not know are left out; when none is left, the whole text is content. What a
+model thinks (`<think>…</think>`) is content, whatever it says about tools.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+OPEN, CLOSE = "<dots_function_call>", "</dots_function_call>"
+_THINK, _THOUGHT = "<think>", "</think>"
+_BLOCK = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|$)", re.DOTALL)
+_INVOKE = re.compile(r"<invoke\s+name=([^>]+)>(.*?)</invoke>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter\s+name=([^>]+)>(.*?)</parameter>", re.DOTALL)
+# References to definitions and alternatives are followed so far.
+_DEPTH = 10
+
+Schema = Mapping[str, Any]
+
+
+class ToolCallParser:
+    """Takes an answer apart piece by piece; one object per answer.
+
+    Args:
+        tools: as chat templates take them: functions with a `name` and a JSON schema `parameters`,
+            wrapped in `{"type": "function", "function": …}` or not.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._schemas: dict[str, Schema] = {}
+        for tool in tools:
+            function = tool.get("function", tool)
+            self._schemas[str(function["name"])] = function.get("parameters") or {}
+        self._held = ""
+        self._state: Literal["start", "thought", "text", "calls"] = "start"
+
+    def feed(self, piece: str) -> str:
+        """Content that may be shown now; what may be the beginning of a block is held back."""
+        self._held += piece
+        shown = ""
+        if self._state == "start":
+            begin = self._held.lstrip()
+            if _THINK.startswith(begin):
+                return ""
+            self._state = "thought" if begin.startswith(_THINK) else "text"
+        if self._state == "thought":
+            shown, ended = self._until(_THOUGHT)
+            if not ended:
+                return shown
+            shown, self._held = shown + _THOUGHT, self._held.removeprefix(_THOUGHT)
+            self._state = "text"
+        if self._state == "text":
+            content, ended = self._until(OPEN)
+            shown += content
+            self._state = "calls" if ended else "text"
+        return shown
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest of the content, and the calls: `{"name": …, "arguments": {…}}` each."""
+        rest, self._held = self._held, ""
+        calls = self._calls(rest) if self._state == "calls" else []
+        return ("" if calls else rest), calls
+
+    def _until(self, marker: str) -> tuple[str, bool]:
+        """Take what stands before a marker, and whether the marker has come."""
+        at = self._held.find(marker)
+        ended = at >= 0
+        if not ended:
+            partial = (n for n in range(len(marker) - 1, 0, -1) if self._held.endswith(marker[:n]))
+            at = len(self._held) - next(partial, 0)
+        taken, self._held = self._held[:at], self._held[at:]
+        return taken, ended
+
+    def _calls(self, text: str) -> list[dict[str, Any]]:
+        calls = []
+        for body in _BLOCK.findall(text):
+            invokes = _INVOKE.findall(body)
+            found = [self._invoked(*invoke) for invoke in invokes] if invokes else [_object(body)]
+            calls += [call for call in found if call and call["name"] in self._schemas]
+        return calls
+
+    def _invoked(self, name: str, body: str) -> dict[str, Any]:
+        name = _unquoted(name)
+        schema = self._schemas.get(name, {})
+        properties = schema.get("properties") or {}
+        arguments = {}
+        for key, value in _PARAMETER.findall(body):
+            own = properties.get(_unquoted(key), {})
+            arguments[_unquoted(key)] = _typed(value.strip(), _types(own, schema, _DEPTH))
+        return {"name": name, "arguments": arguments}
+
+
+def _unquoted(name: str) -> str:
+    name = name.strip()
+    if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
+        name = name[1:-1]
+    return name
+
+
+def _object(body: str) -> dict[str, Any] | None:
+    """The call that a JSON object describes, None when it is none."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return None
+    return {"name": value["name"], "arguments": arguments}
+
+
+def _types(schema: Any, root: Schema, depth: int) -> list[str]:
+    """The types that a schema allows, in its order; references and alternatives are followed."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return []
+    kind = schema.get("type")
+    types = [kind] if isinstance(kind, str) else list(kind or ())
+    target = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    further = [(root.get("$defs") or {}).get(target)]
+    for key in ("anyOf", "oneOf", "allOf"):
+        further += schema.get(key) or ()
+    for other in further:
+        types += _types(other, root, depth - 1)
+    return types
+
+
+def _typed(text: str, types: Sequence[str]) -> Any:
+    """A value as the first type that takes it; JSON where none does, and else the text itself."""
+    if text == "null":
+        return None
+    for kind in types:
+        try:
+            return _READERS.get(kind, _json)(text)
+        except (ValueError, RecursionError):
+            continue
+    if types:
+        return text
+    try:
+        return _json(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_constant=_no_number)
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return int(value) if value.is_integer() else value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        value = _number(text)
+        if isinstance(value, float):
+            raise
+        return value
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in _BOOLEANS:
+        raise ValueError(text)
+    return _BOOLEANS[text.lower()]
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(text)
+
+
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_READERS: dict[str, Callable[[str], Any]] = {
+    "string": str,
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+}
