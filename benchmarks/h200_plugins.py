@@ -6,8 +6,9 @@
 `prepare` defines the networks and writes them as programs: tiny float32 models with inputs and the
 logits that their plugin layers' definitions give, and full-width two-layer slices (one full and one
 sliding layer of Dots3 NOTE; one Gated DeltaNet and one sparse layer of Qwen3.8) with plugin layers
-and with native ones. `run` compares the tiny models' logits, then times generation calls of the
-slices, with random weights made on the device: step by step and as replayed CUDA graphs.
+and with native ones. `run` compares the tiny models' logits, then times the slices with random
+weights made on the device: generation calls step by step and as replayed CUDA graphs, and a chunk
+of a prompt. What attention gives is compared between kernels, their definitions and native layers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from runtime.interpreter.program import Program
 
 TARGET = "9.0"
 MAX_SEQ_LEN = 8192
-PAST = 8000
+CHUNK = 1024
+PAST = {CHUNK: MAX_SEQ_LEN - CHUNK}
+PAST_OF_STEPS = 8000
 # Slots and tokens per slot of a generation call.
 CALLS = {"dots3": [(1, 1), (8, 1), (32, 1), (8, 4)], "qwen38": [(1, 1), (32, 1)]}
 READ_BYTES_PER_S = 4.3e12
@@ -117,8 +120,10 @@ class Headers:
         raise AssertionError(f"{name} is an input; its values must not be read")
 
 
-def traced(family: str, config: Any, source: Any, limits: Any, plugins: bool) -> Program:
-    """The generation network of a slice."""
+def traced(
+    family: str, config: Any, source: Any, phase: Any, limits: Any, plugins: bool
+) -> Program:
+    """One network of a slice."""
     from converters.dots3.network import define as define_dots3
     from converters.qwen38.network import define as define_qwen38
     from plugins.trt.backend import load_backend
@@ -131,7 +136,7 @@ def traced(family: str, config: Any, source: Any, limits: Any, plugins: bool) ->
     capability = capability_for(TARGET) if plugins else backend.capability()
     net = Network(backend, capability, source, WeightPolicy("inputs"))
     define = define_dots3 if family == "dots3" else define_qwen38
-    define(net, config, "generation", limits)
+    define(net, config, phase, limits)
     return trace(net)
 
 
@@ -148,10 +153,12 @@ def prepare(directory: Path) -> None:
         "qwen38": (qwen38, Headers(wanted_qwen38(qwen38, stacked_experts=True))),
     }
     for family, (config, source) in slices.items():
-        for slots, tokens in CALLS[family]:
-            limits = EngineLimits(slots, MAX_SEQ_LEN, max_draft_len=tokens - 1)
+        for slots, tokens in [*CALLS[family], (1, CHUNK)]:
+            drafts = 0 if tokens == CHUNK else tokens - 1
+            limits = EngineLimits(slots, MAX_SEQ_LEN, chunk_size=CHUNK, max_draft_len=drafts)
+            phase = "context" if tokens == CHUNK else "generation"
             for kind in ("plugin", "native"):
-                program = traced(family, config, source, limits, kind == "plugin")
+                program = traced(family, config, source, phase, limits, kind == "plugin")
                 program.save(directory / f"{family}.{slots}x{tokens}.{kind}.program")
     for family in slices:
         torch.save(tiny_calls(family, directory), directory / f"{family}.tiny.pt")
@@ -333,7 +340,7 @@ def read_floor(program: Program, slots: int, tokens: int) -> dict[str, float]:
         if name.startswith("latent_cache"):
             memory += slots * tokens * 2048 * row
         elif name.startswith("index_key_cache"):
-            rows = PAST if info.shape[-2] > 4096 else PAST // 4
+            rows = PAST_OF_STEPS // (1 if info.shape[-2] > 4096 else 4)
             memory += slots * rows * row
         elif name.startswith("window_state"):
             memory += slots * 513 * row
@@ -348,10 +355,25 @@ def read_floor(program: Program, slots: int, tokens: int) -> dict[str, float]:
     }
 
 
+def definition(op: str) -> Callable[..., tuple[Tensor, ...]]:
+    """An operation's definition in torch, as the interpreter calls implementations."""
+    from plugins.operations import DEFINITIONS, OPERATIONS
+
+    def run(inputs: tuple[Tensor, ...], attributes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        spec = OPERATIONS[op].spec(attributes)
+        given = {a.name: tensor for a, tensor in zip(spec.inputs, inputs, strict=True)}
+        made = DEFINITIONS[op](given, attributes)
+        made |= {after: given[before] for after, before in spec.aliases.items()}
+        return tuple(made[a.name] for a in spec.outputs)
+
+    return run
+
+
 def time_kind(
     program: Program, weights: Mapping[str, Tensor], slots: int, tokens: int, device: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """One program, eager and replayed; also what its attention layers give."""
+    """One program, eager and, if it generates, replayed; also what its attention layers give."""
+    past = PAST.get(tokens, PAST_OF_STEPS)
     run = Interpreter(program, weights, device)
     memory = Slots(program, slots, device)
     generator = torch.Generator(device).manual_seed(2)
@@ -360,9 +382,10 @@ def time_kind(
     first = {name: tensor.clone() for name, tensor in memory.tensors.items() if "state" in name}
     inputs = {
         "input_ids": torch.arange(slots * tokens, dtype=torch.int32).view(slots, tokens) + 5,
-        "past_lengths": torch.full((slots,), PAST, dtype=torch.int32),
+        "past_lengths": torch.full((slots,), past, dtype=torch.int32),
         "new_lengths": torch.full((slots,), tokens, dtype=torch.int32),
-        "logits_positions": torch.arange(tokens, dtype=torch.int32).repeat(slots, 1),
+        "logits_positions": torch.arange(min(tokens, 4), dtype=torch.int32).repeat(slots, 1),
+        "attention_span": torch.zeros(MAX_SEQ_LEN, dtype=torch.int32),
         "rejected_lengths": torch.zeros(slots, dtype=torch.int32),
     }
     inputs = {name: tensor for name, tensor in inputs.items() if name in program.inputs}
@@ -378,11 +401,27 @@ def time_kind(
         for name, tensor in first.items():
             memory.tensors[name].copy_(tensor)
 
+    result: dict[str, Any] = {}
     tapped = run.run({**on_device, **memory.inputs(slots)}, fetch=taps)
     attended = {name: tapped[name].float().clone() for name in taps}
+    ops = {n.attributes["op"] for n in program.nodes if n.kind == "plugin"}
+    if ops:
+        restore()
+        by_definition = Interpreter(
+            program, weights, device, plugin_ops={op: definition(op) for op in ops}
+        )
+        tapped = by_definition.run({**on_device, **memory.inputs(slots)}, fetch=taps)
+        for name in taps:
+            wrong = (attended[name] - tapped[name].float()).norm() / tapped[name].float().norm()
+            result[f"{name}, kernels against definitions"] = float(wrong)
     restore()
     wanted = work(on_device)["logits"].clone()
-    eager = timed(lambda: work(on_device), 15)
+    result["eager us"] = timed(lambda: work(on_device), 15)
+    result["steps"] = len(next(reversed(run.plans.values())).steps)
+    result["gib"] = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    if tokens == CHUNK:
+        return result, attended
     stream = CudaStream(torch.device(device))
     repeated = RepeatedCalls(stream, torch.device(device))
 
@@ -397,15 +436,9 @@ def time_kind(
     same = bool(torch.equal(replayed()["logits"], wanted))
     with stream.ordered():
         graph = timed(call.replay, 15, 5)
-    result = {
-        "eager us": eager,
-        "graph us": graph,
-        "graph with inputs us": timed(replayed, 15),
-        "graph equals eager": same,
-        "steps": len(next(reversed(run.plans.values())).steps),
-        "gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
-    torch.cuda.reset_peak_memory_stats()
+    result["graph us"] = graph
+    result["graph with inputs us"] = timed(replayed, 15)
+    result["graph equals eager"] = same
     return result, attended
 
 
@@ -423,7 +456,8 @@ def time_slice(
     for kind in ("native", "plugin"):
         program = Program.load(directory / f"{family}.{slots}x{tokens}.{kind}.program")
         result[kind], attended[kind] = time_kind(program, weights, slots, tokens, device)
-        result |= read_floor(program, slots, tokens)
+        if tokens != CHUNK:
+            result |= read_floor(program, slots, tokens)
     for name, wanted in attended["native"].items():
         found = attended["plugin"][name]
         result[f"{name}, plugin against native"] = float((found - wanted).norm() / wanted.norm())
@@ -437,7 +471,7 @@ def run(directory: Path, out: Path) -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "max_seq_len": MAX_SEQ_LEN,
-        "past": PAST,
+        "past": PAST_OF_STEPS,
     }
 
     def save() -> None:
@@ -455,7 +489,7 @@ def run(directory: Path, out: Path) -> None:
     for family, calls in CALLS.items():
         some = Program.load(next(directory.glob(f"{family}.*.native.program")))
         weights = random_weights(some, device)
-        for slots, tokens in calls:
+        for slots, tokens in [*calls, (1, CHUNK)]:
             name = f"{family} {slots} x {tokens}"
             try:
                 result[name] = time_slice(directory, family, slots, tokens, weights, device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plugins.aot.quick import Operation
+from plugins.aot.spec import KernelSpec
 from plugins.dsa import plugin as dsa
 from plugins.dsa import stages as dsa_stages
 from plugins.mtp import plugin as mtp
@@ -96,7 +97,7 @@ def implementation(
         # Values that are computed more precisely than declared are not what the kernel takes.
         declared = all(given[n].dtype == dtype for n, dtype in zip(names, types, strict=True))
         if declared and all(tensor.is_cuda for tensor in given.values()):
-            made = launch(operation, given, attributes)
+            made = launch(operation, spec, given, attributes)
         else:
             made = DEFINITIONS[name](given, attributes)
         made |= {output: given[before] for output, before in spec.aliases.items()}
@@ -106,10 +107,18 @@ def implementation(
 
 
 def launch(
-    operation: Operation, tensors: Mapping[str, Tensor], attributes: Attributes
+    operation: Operation, spec: KernelSpec, tensors: Mapping[str, Tensor], attributes: Attributes
 ) -> dict[str, Tensor]:
-    """Run an operation's kernel on torch tensors; arguments as its definition takes them."""
-    spec = operation.spec(attributes)
+    """Run an operation's kernel on torch tensors.
+
+    Args:
+        operation: what to run.
+        spec: its kernel for these attributes.
+        tensors, attributes: as its definition takes them.
+
+    Returns:
+        The outputs by name; those that alias an input are left out.
+    """
     given = {}
     for argument in spec.inputs:
         tensor = tensors[argument.name]
