@@ -1,178 +1,34 @@
-"""Runs the networks of a checkpoint on the interpreter, slot by slot, as a runtime would.
-
-Small on purpose: the tests of the network must not depend on the runtime's scheduling.
-"""
+"""Runs the networks of a Dots3 NOTE on the interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from converters.definition import Definition, EngineLimits, Phase
+from converters.definition import Phase
 from converters.dots3.network import define
-from plugins.trt.backend import load_backend
-from plugins.trt.network import Network
-from plugins.trt.weights import TensorSource, WeightPolicy
-from runtime.interpreter.execute import Interpreter
-from runtime.interpreter.trace import trace
-from tests.plugins.full_trt import capability_for, full_backend
-
-
-def defined(
-    config: Any,
-    weights: Mapping[str, Tensor],
-    phase: Phase,
-    limits: EngineLimits,
-    policy: WeightPolicy | None = None,
-    targets: Sequence[str] | None = None,
-    plugins: bool = False,
-) -> tuple[Network, Definition]:
-    """A defined network; with `plugins` that of full TensorRT, for the first of the targets."""
-    backend = full_backend() if plugins else load_backend()
-    capability = capability_for((targets or ["9.0"])[0]) if plugins else backend.capability(targets)
-    net = Network(backend, capability, TensorSource(weights), policy or WeightPolicy("auto"))
-    return net, define(net, config, phase, limits)
+from tests.converters import driver
+from tests.converters.driver import Pieces
 
 
 @dataclass
-class Driver:
-    """The networks of one checkpoint and the memory of its slots.
+class Driver(driver.Driver):
+    """With the hidden states that the draft engine takes."""
 
-    Attributes:
-        history: accepted tokens of each slot.
-        rejected: per slot, tokens of its last call that were not accepted.
-        memory: caches and states, [slots, ...], zero at the start.
-    """
-
-    config: Any
-    weights: Mapping[str, Tensor]
-    limits: EngineLimits
-    phases: Sequence[Phase] = ("context", "generation")
-    promote_floats: bool = False
-    targets: Sequence[str] | None = None
-    plugins: bool = False
-    programs: dict[Phase, Any] = field(default_factory=dict)
-    definitions: dict[Phase, Definition] = field(default_factory=dict)
-    history: list[list[int]] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
-    memory: dict[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for phase in self.phases:
-            net, self.definitions[phase] = defined(
-                self.config,
-                self.weights,
-                phase,
-                self.limits,
-                targets=self.targets,
-                plugins=self.plugins,
-            )
-            self.programs[phase] = trace(net)
-        self.bind(self.weights)
-        self.reset()
-
-    def bind(self, weights: Mapping[str, Tensor]) -> None:
-        """Use other weights of the same shapes."""
-        self.weights = weights
-        self.runs = {
-            phase: Interpreter(program, weights, promote_floats=self.promote_floats)
-            for phase, program in self.programs.items()
-        }
-
-    def reset(self) -> None:
-        """Forget everything."""
-        count = self.limits.max_batch_size
-        self.history = [[] for _ in range(count)]
-        self.rejected = [0] * count
-        for phase in self.phases:
-            for name, kind in self.definitions[phase].kinds.items():
-                if kind in ("cache", "state"):
-                    info = self.programs[phase].tensors[name]
-                    wide = self.promote_floats and info.dtype != "float32"
-                    dtype = torch.float32 if wide else getattr(torch, info.dtype)
-                    self.memory[name] = torch.zeros(count, *info.shape[1:], dtype=dtype)
-
-    def free(self, slot: int) -> None:
-        """Give a slot to a new sequence: states to zero, caches as they are."""
-        self.history[slot], self.rejected[slot] = [], 0
-        for phase in self.phases:
-            for name, kind in self.definitions[phase].kinds.items():
-                if kind == "state":
-                    self.memory[name][slot] = 0
+    define = staticmethod(define)
 
     def call(
-        self,
-        phase: Phase,
-        pieces: Sequence[Sequence[int]],
-        *,
-        accept: Sequence[int] | None = None,
-        hidden: Sequence[Tensor] | None = None,
-        past: Sequence[int] | None = None,
-        span: int | None = None,
-        fetch: Sequence[str] = (),
+        self, phase: Phase, pieces: Pieces, *, hidden: Sequence[Tensor] | None = None, **rest: Any
     ) -> list[dict[str, Tensor]]:
-        """One engine call over the first len(pieces) slots.
-
-        Args:
-            pieces: new tokens per slot, [] = padding slot.
-            accept: how many of them are kept; default all.
-            hidden: draft phase: hidden states [len(piece), H] per slot.
-            past: tokens before the call per slot; default: the history's length.
-            span: N; default: the smallest legal one.
-            fetch: taps.
-
-        Returns:
-            Per slot "logits", the outputs of the drafts and the taps, one row per new token.
-        """
-        slots, new = len(pieces), [len(piece) for piece in pieces]
-        longest = max(max(new), 1)
-        length = {
-            "context": -(-longest // 64) * 64,
-            "generation": self.limits.step_tokens,
-            "draft": longest,
-        }[phase]
-        ids = torch.zeros(slots, length, dtype=torch.int32)
-        for slot, piece in enumerate(pieces):
-            ids[slot, : len(piece)] = torch.tensor(list(piece), dtype=torch.int32)
-        before = past or [len(self.history[slot]) for slot in range(slots)]
-        rows = length if phase == "generation" else longest
-        inputs = {
-            "input_ids": ids,
-            "past_lengths": torch.tensor(before, dtype=torch.int32),
-            "new_lengths": torch.tensor(new, dtype=torch.int32),
-            "logits_positions": torch.arange(rows, dtype=torch.int32).expand(slots, -1),
-        }
-        kinds = self.definitions[phase].kinds
-        if "attention_span" in kinds:
-            least = self.definitions[phase].profile["attention_span"][0][0]
-            needed = max(p + n for p, n in zip(before, new, strict=True))
-            inputs["attention_span"] = torch.zeros(
-                span or max(least, -(-needed // 64) * 64), dtype=torch.int32
-            )
-        if "rejected_lengths" in kinds:
-            inputs["rejected_lengths"] = torch.tensor(self.rejected[:slots], dtype=torch.int32)
-        if hidden is not None:
-            padded = torch.zeros(slots, length, self.config.hidden_size, dtype=hidden[0].dtype)
-            for slot, rows_of in enumerate(hidden):
-                padded[slot, : len(rows_of)] = rows_of
-            inputs["hidden_states"] = padded
-        inputs |= {name: self.memory[name][:slots] for name in kinds if name in self.memory}
-        out = self.runs[phase].run(inputs, fetch=list(fetch))
-        for name, value in out.items():
-            if name.removesuffix(".next") in self.memory and name.endswith(".next"):
-                self.memory[name.removesuffix(".next")][:slots] = value
-        if phase != "draft":
-            for slot, piece in enumerate(pieces):
-                kept = len(piece) if accept is None else accept[slot]
-                self.history[slot] += list(piece[:kept])
-                if piece:
-                    self.rejected[slot] = len(piece) - kept
-        outputs = [n for n in ("hidden_states", "hidden_states.next_draft") if n in out]
-        return [
-            {name: out[name][slot][: new[slot]] for name in ("logits", *outputs, *fetch)}
-            for slot in range(slots)
-        ]
+        """See `driver.Driver.call`; `hidden` [len(piece), H] per slot is for the draft phase."""
+        if hidden is None:
+            return super().call(phase, pieces, **rest)
+        longest = max(1, *map(len, pieces))
+        padded = torch.zeros(len(pieces), longest, self.config.hidden_size, dtype=hidden[0].dtype)
+        for slot, rows in enumerate(hidden):
+            padded[slot, : len(rows)] = rows
+        return super().call(phase, pieces, more={"hidden_states": padded}, **rest)

@@ -45,7 +45,7 @@ def test_layout(tmp_path: Path, name: str) -> None:
         config,
         weights,
         EngineLimits(1, 64, chunk_size=64, max_logits_tokens=64),
-        FAMILY.host_inputs(config),
+        host_inputs=FAMILY.host_inputs(config),
         promote_floats=True,
         # Layers where the target has them, tables where it lacks FP4.
         targets=("8.9",),

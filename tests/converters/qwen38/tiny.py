@@ -40,7 +40,13 @@ class Tiny:
 
     def driver(self, limits: EngineLimits, **options: Any) -> Driver:
         """Both networks on the interpreter."""
-        return Driver(self.config, self.weights, limits, FAMILY.host_inputs(self.config), **options)
+        return Driver(
+            self.config,
+            self.weights,
+            limits,
+            host_inputs=FAMILY.host_inputs(self.config),
+            **options,
+        )
 
 
 def tiny(dtype: str = "float32", **changes: Any) -> Tiny:
