@@ -29,7 +29,7 @@ from converters.checkpoint.source import INDEX_FILE
 from converters.checkpoint.write import OutputFile, run_tasks, split_tasks
 from converters.quantization import formats, kv_cache
 from converters.quantization.evidence import module_of, target_name, target_shape
-from converters.quantization.exported import declare
+from converters.quantization.exported import WEIGHT_ONLY_FP8, declare
 from converters.quantization.formats import Component, Format
 from converters.quantization.kv_cache import Cached
 from converters.registry import layout_of, read_checkpoint_config
@@ -37,6 +37,7 @@ from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import progress
 
 _FILE_BYTES = 5 * 10**9
+_WEIGHT_ONLY = {"NVFP4": "W4A16_NVFP4", "FP8": WEIGHT_ONLY_FP8}
 _CONSTANTS_FILE = "model-constants.safetensors"
 
 
@@ -91,13 +92,14 @@ def export_hf(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportRepor
     entries = read_header(ckpt_dir / WEIGHTS_FILE)
     layout = layout_of(config)(config, entries)
     recipes = _recipes(layout, entries, ckpt_dir)
-    plain, mixed, inline = declare(_declared(layout, entries), config.quantization)
+    tables = {layout.disk_name(w.scale_owner) for w in layout.wanted if w.scale_owner}
+    algorithm, separate, inline = declare(_declared(layout, entries), tables, config.quantization)
     start = time.monotonic()
     groups = list(_groups(recipes))
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
-    fingerprint = hashlib.sha256(
-        repr([(r.outputs, r.sources, ckpt_dir.stat().st_mtime_ns) for r in recipes]).encode()
-    ).hexdigest()
+    written = (ckpt_dir / WEIGHTS_FILE).stat().st_mtime_ns
+    facts = [(r.outputs, r.sources) for r in recipes], written, layout.config, inline
+    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     total = sum(recipe.outputs[0].nbytes for recipe in recipes)
     with (
         resumable_directory(out_dir, fingerprint, "checkpoint directory") as partial,
@@ -117,12 +119,12 @@ def export_hf(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportRepor
             for recipe in group
         }
         _write_rest(partial.work, layout, index, total, inline)
-        if mixed is not None:
-            _write_json(partial.work / "hf_quant_config.json", mixed)
+        if separate is not None:
+            _write_json(partial.work / "hf_quant_config.json", separate)
         _copy_tokenizer(ckpt_dir / TOKENIZER_DIR, partial.work)
     count = len(index) + len(layout.constants)
     seconds = time.monotonic() - start
-    return ExportReport(out_dir, plain, count, total, len(groups), seconds)
+    return ExportReport(out_dir, algorithm, count, total, len(groups), seconds)
 
 
 def _format_of(wanted: Wanted, entries: Mapping[str, TensorEntry]) -> Format | None:
@@ -225,9 +227,9 @@ def _declared(
         storage = None
         if format_ is not None:
             name = format_.algorithm
-            if format_.algorithm == "NVFP4" and format_.activation is not None:
+            if format_.activation is not None and wanted.scale_owner is None:
                 calibrated = target_name(wanted.target, format_.activation) in entries
-                name = "NVFP4" if calibrated or wanted.scale_owner else "W4A16_NVFP4"
+                name = name if calibrated else _WEIGHT_ONLY[name]
             storage = (name, format_.group_size)
         modules[layout.disk_name(_declared_module(wanted))] = storage
     return modules

@@ -75,6 +75,7 @@ class Module:
         group_size: columns per scale.
         is_table: looked up by row, not multiplied.
         stored: algorithm that it has in the source, which is all that declarations speak of.
+        activation: whether a scale of its input comes with it.
     """
 
     target: str
@@ -83,6 +84,7 @@ class Module:
     group_size: int | None
     is_table: bool
     stored: str | None
+    activation: bool = False
 
 
 @dataclass(frozen=True)

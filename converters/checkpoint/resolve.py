@@ -14,7 +14,7 @@ from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
 from converters.quantization.calibration import Calibration
 from converters.quantization.declared import Claims
-from converters.quantization.evidence import Names, carry_over, detect
+from converters.quantization.evidence import Names, carry_over, detect, target_name
 from converters.quantization.formats import Format
 from converters.quantization.kv_cache import CachePlan, plan_caches
 from converters.quantization.targets import Quantize, quantized_recipes
@@ -61,6 +61,7 @@ def resolve(
     recipes: list[Recipe] = []
     modules: list[Module] = []
     for wanted in plan.wanted:
+        before = len(recipes)
         stored = format_ = _common_format(wanted, names, findings)
         if format_ is not None:
             recipes += carry_over(wanted, format_, names, findings)
@@ -76,7 +77,7 @@ def resolve(
             else:
                 recipes.append(_copy_recipe(wanted, entries, dtype))
         if wanted.quantize is not None or wanted.scale_owner is not None:
-            modules.append(_module(wanted, format_, stored))
+            modules.append(_module(wanted, format_, stored, recipes[before:]))
     sources = [names] if calibration is None else [names, calibration.names]
     caches = plan_caches(plan.caches, kv_cache, claims, sources, findings)
     recipes += caches.recipes
@@ -85,7 +86,11 @@ def resolve(
     return Resolved(recipes, modules, caches)
 
 
-def _module(wanted: Wanted, format_: Format | None, stored: Format | None) -> Module:
+def _module(
+    wanted: Wanted, format_: Format | None, stored: Format | None, recipes: Sequence[Recipe]
+) -> Module:
+    outputs = {output.name for recipe in recipes for output in recipe.outputs}
+    activation = format_.activation if format_ else None
     return Module(
         wanted.target.removesuffix(".weight"),
         tuple(part.name.removesuffix(".weight") for part in wanted.parts),
@@ -93,6 +98,7 @@ def _module(wanted: Wanted, format_: Format | None, stored: Format | None) -> Mo
         format_.group_size if format_ else None,
         wanted.scale_owner is not None,
         stored.algorithm if stored else None,
+        activation is not None and target_name(wanted.target, activation) in outputs,
     )
 
 

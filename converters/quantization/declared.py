@@ -33,6 +33,9 @@ class Claims:
         algorithm: of the whole model, None when only modules are named.
         modules: canonical module name -> algorithm; covers everything below it.
         excluded: patterns of modules that are said to be plain.
+        included: parts of names of modules that are said to be quantised although they are not
+            linear layers.
+        activations: whether scales of activations belong to the weights.
         table: algorithm of the n-gram table.
         kv_cache: algorithm of the key and value cache.
     """
@@ -41,6 +44,8 @@ class Claims:
     algorithm: str | None
     modules: Mapping[str, str] = field(default_factory=dict)
     excluded: Sequence[str] = ()
+    included: Sequence[str] = ()
+    activations: bool = False
     table: str | None = None
     kv_cache: str | None = None
 
@@ -67,7 +72,9 @@ def read_claims(source: SourceCheckpoint, canonical: Callable[[str], str]) -> li
     separate = source.optional_json("hf_quant_config.json")
     if separate is not None:
         place = f"{source.directory / 'hf_quant_config.json'}: quantization"
-        inner = _mapping(separate.get("quantization"), place)
+        # Flat in the newer form.
+        nested = separate if "quant_algo" in separate else separate.get("quantization")
+        inner = _mapping(nested, place)
         claims.append(_modelopt(inner, place, canonical))
     return claims
 
@@ -86,8 +93,7 @@ def compare(
         all_names: names of all tensors on disk, which patterns may mean.
         canonical: removes the prefixes of classes and exporters.
     """
-    patterns = any(claim.excluded for claim in claims)
-    spellings = [_spellings(name, canonical) for name in all_names] if patterns else []
+    spellings = _Spellings(all_names, canonical) if any(c.excluded for c in claims) else None
     notes: list[str] = []
     for claim in claims:
         _check_named(claim, modules, notes)
@@ -95,10 +101,12 @@ def compare(
         for module in modules:
             if module.is_table and claim.table is not None and module.stored != claim.table:
                 raise _contradiction(claim, module, claim.table)
-        for pattern in claim.excluded:
-            if not any(_matches(pattern, spelling) for spelling in spellings):
-                notes.append(f"exclusion {pattern!r} matches nothing ({claim.where})")
-        notes += _disagreeing_exclusions(claim, modules)
+        notes += [
+            f"exclusion {pattern!r} matches nothing ({claim.where})"
+            for pattern in claim.excluded
+            if spellings is not None and not spellings.match(pattern)
+        ]
+        notes += _disagreements(claim, modules, canonical)
     stored = {module.stored for module in modules if module.stored}
     if stored and not claims:
         notes.append(f"quantised as {', '.join(sorted(stored))}, declared nowhere")
@@ -113,6 +121,13 @@ def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> 
         for module in covered:
             if module.stored != declared:
                 raise _contradiction(claim, module, declared)
+    for part in claim.included:
+        covered = [m for m in modules if any(part in source for source in m.source)]
+        if not covered:
+            notes.append(f"quantised layer {part!r} matches nothing ({claim.where})")
+        for module in covered:
+            if module.stored is None:
+                raise _contradiction(claim, module, f"FP8 ({part})")
 
 
 def _check_model(claim: Claims, modules: Sequence[Module]) -> None:
@@ -134,15 +149,30 @@ def _check_model(claim: Claims, modules: Sequence[Module]) -> None:
             raise _contradiction(claim, module, claim.algorithm)
 
 
-def _disagreeing_exclusions(claim: Claims, modules: Sequence[Module]) -> list[str]:
-    quantised = [
-        module.source[0]
-        for module in modules
-        if module.stored
-        and not module.is_table
-        and any(_matches(pattern, _prefixed(module.source[0])) for pattern in claim.excluded)
+def _disagreements(
+    claim: Claims, modules: Sequence[Module], canonical: Callable[[str], str]
+) -> list[str]:
+    """Linear layers that are not as patterns or one name for the whole model have it."""
+    patterns = [form for pattern in claim.excluded for form in _forms(pattern, canonical)]
+    linear = [module for module in modules if not module.is_table]
+    excluded = {
+        module
+        for module in linear
+        if any(_matches(pattern, _prefixed(module.source[0])) for pattern in patterns)
+    }
+    groups = {"excluded but quantised": [m for m in linear if m.stored and m in excluded]}
+    if claim.algorithm not in (None, MIXED):
+        plain = [m for m in linear if m.stored is None and m not in excluded]
+        groups[f"declared {claim.algorithm} but plain"] = plain
+        if claim.activations:
+            groups["without scales of activations, which the algorithm declares"] = [
+                m for m in linear if m.stored and not m.activation
+            ]
+    return [
+        f"{what}: {line} ({claim.where})"
+        for what, found in groups.items()
+        for line in grouped(module.source[0] for module in found)
     ]
-    return [f"excluded but quantised: {line} ({claim.where})" for line in grouped(quantised)]
 
 
 def _contradiction(claim: Claims, module: Module, declared: str) -> InputError:
@@ -167,10 +197,13 @@ def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str
             where,
             "FP8_BLOCK_SCALES" if blocks else "FP8",
             excluded=_names(block, "modules_to_not_convert", where),
+            included=[canonical(name) for name in _names(block, "modules_to_convert", where)],
+            activations=block.get("activation_scheme") == "static",
+            kv_cache=_cache_scheme(block, where),
         )
     if method == "compressed-tensors":
         return _compressed_tensors(block, where)
-    if method == "modelopt" or (method is None and "quant_algo" in block):
+    if str(method).startswith("modelopt") or (method is None and "quant_algo" in block):
         return _modelopt(block, where, canonical)
     raise InputError(
         "unsupported quantisation method",
@@ -193,6 +226,7 @@ def _modelopt(block: Mapping[str, Any], where: str, canonical: Callable[[str], s
         None if algorithm is None else _algorithm(algorithm, where),
         modules,
         [*_names(block, "ignore", where), *_names(block, "exclude_modules", where)],
+        activations=algorithm in ("NVFP4", "FP8"),
         kv_cache=None if kv_cache is None else str(kv_cache),
     )
 
@@ -280,14 +314,46 @@ def _below(module: str, name: str) -> bool:
 
 
 def _prefixed(canonical: str) -> tuple[str, ...]:
-    return (canonical, f"model.{canonical}", f"model.language_model.{canonical}")
+    prefixes = ("", "model.", "model.language_model.", "language_model.", "language_model.model.")
+    return tuple(prefix + canonical for prefix in prefixes)
 
 
-def _spellings(name: str, canonical: Callable[[str], str]) -> tuple[str, ...]:
-    """A tensor's name and its module's, with and without prefixes."""
-    short = canonical(name)
-    modules = {name, short, name.rpartition(".")[0], short.rpartition(".")[0]}
-    return tuple(spelling for module in modules for spelling in _prefixed(module))
+class _Spellings:
+    """All names that a pattern may mean: tensors and modules, with and without prefixes.
+
+    One expert stands for all, or released checkpoints would have millions of spellings.
+    """
+
+    def __init__(self, names: Iterable[str], canonical: Callable[[str], str]) -> None:
+        self._canonical = canonical
+        modules = set()
+        for name in {_first_expert(name) for name in names}:
+            short = canonical(name)
+            modules |= {name, short, name.rpartition(".")[0], short.rpartition(".")[0]}
+        self._all = sorted({form for module in modules for form in _prefixed(module)})
+        # A plain name also means everything below it.
+        self._exact = {
+            ".".join(parts[:length])
+            for parts in (form.split(".") for form in self._all)
+            for length in range(1, len(parts) + 1)
+        }
+
+    def match(self, pattern: str) -> bool:
+        """Whether a pattern means anything."""
+        for form in _forms(_first_expert(pattern), self._canonical):
+            wild = form.startswith("re:") or any(sign in form for sign in "*?[")
+            if form in self._exact or (wild and _matches(form, self._all)):
+                return True
+        return False
+
+
+def _first_expert(name: str) -> str:
+    return re.sub(r"\.experts\.\d+\.", ".experts.0.", name)
+
+
+def _forms(pattern: str, canonical: Callable[[str], str]) -> set[str]:
+    """A pattern as it is and with canonical numbers and prefixes."""
+    return {pattern} if pattern.startswith("re:") else {pattern, canonical(pattern)}
 
 
 def _matches(pattern: str, spellings: Iterable[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from converters.checkpoint.config import Quantization
@@ -11,29 +11,45 @@ from converters.quantization.declared import MIXED
 
 # Readers recognise the layout by this name; it says whose layout it is.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
-_MODELOPT_NAMES = {"FP8_BLOCK_SCALES": "FP8_PB_WO"}
+BLOCKS = "FP8_BLOCK_SCALES"
+# One scale per matrix and none of activations, for which Model Optimizer has no name.
+WEIGHT_ONLY_FP8 = "W8A16_FP8"
+_MODELOPT_NAMES = {BLOCKS: "FP8_PB_WO", WEIGHT_ONLY_FP8: "FP8"}
+_FP8_FORM = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 Storage = tuple[str, int | None]
 
 
 def declare(
-    modules: Mapping[str, Storage | None], quantization: Quantization
+    modules: Mapping[str, Storage | None], tables: Collection[str], quantization: Quantization
 ) -> tuple[str | None, dict[str, Any] | None, dict[str, Any] | None]:
     """Algorithm, content of `hf_quant_config.json`, and inline `quantization_config`.
 
     Args:
         modules: module name on disk -> (algorithm, group size), None for a plain matrix.
+        tables: those of them that are looked up, not multiplied.
         quantization: of the converted checkpoint, for the cache's algorithm.
 
-    Block FP8 alone is declared as the released FP8 checkpoints do it, inline; a quantised cache
-    alone has no algorithm.
+    FP8 with blocks, and FP8 without scales of activations, are declared as the released FP8
+    checkpoints do it, inline with dynamic activations: as Model Optimizer's "FP8" they would make
+    readers look for scales that do not exist. A quantised cache alone has no algorithm.
     """
     kinds = {storage for storage in modules.values() if storage is not None}
     cache = quantization.kv_cache_quant_algo
     if not kinds and cache is None:
         return None, None, None
     plain = sorted(name for name, storage in modules.items() if storage is None)
-    algorithm, group_size, layers = None, None, None
+    linear = {storage for name, storage in modules.items() if storage and name not in tables}
+    if linear in ({(BLOCKS, fp8.BLOCK)}, {(WEIGHT_ONLY_FP8, None)}):
+        looked_up = {name: modules[name] for name in tables if modules[name] is not None}
+        if all(storage == ("FP8", None) for storage in looked_up.values()):
+            ((name, blocks),) = linear
+            inline = _released_form(plain, looked_up, cache, blocks=blocks is not None)
+            shown = "FP8" if name == WEIGHT_ONLY_FP8 else name
+            return MIXED if looked_up and shown != "FP8" else shown, None, inline
+    algorithm: str | None = None
+    group_size: int | None = None
+    layers: dict[str, Any] | None = None
     if len(kinds) == 1:
         ((algorithm, group_size),) = kinds
     elif kinds:
@@ -44,11 +60,7 @@ def declare(
         details["quantized_layers"] = layers
     details["kv_cache_quant_algo"] = cache
     details["group_size"] = group_size
-    separate = {"producer": _PRODUCER, "quantization": details}
-    if algorithm == "FP8_BLOCK_SCALES":
-        # The released form says nothing of caches; where there is something to say, both are there.
-        return algorithm, separate if cache else None, _block_fp8(plain)
-    return algorithm, separate, _inline(details)
+    return algorithm, {"producer": _PRODUCER, "quantization": details}, _inline(details)
 
 
 def _layer(algorithm: str, group_size: int | None) -> dict[str, Any]:
@@ -69,12 +81,12 @@ def _inline(details: Mapping[str, Any]) -> dict[str, Any]:
     elif details["quant_algo"] is not None:
         inline["config_groups"] = {"group_0": _group(details)}
     if details["kv_cache_quant_algo"] == "FP8":
-        inline["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+        inline["kv_cache_scheme"] = _FP8_FORM
     return inline
 
 
 def _group(details: Mapping[str, Any]) -> dict[str, Any]:
-    form: dict[str, Any] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    form: dict[str, Any] = dict(_FP8_FORM)
     if details["quant_algo"] != "FP8":
         form = {**form, "num_bits": 4, "group_size": details["group_size"]}
     group: dict[str, Any] = {"weights": form, "targets": ["Linear"]}
@@ -83,10 +95,18 @@ def _group(details: Mapping[str, Any]) -> dict[str, Any]:
     return group
 
 
-def _block_fp8(plain: list[str]) -> dict[str, Any]:
-    return {
+def _released_form(
+    plain: list[str], tables: Collection[str], cache: str | None, *, blocks: bool
+) -> dict[str, Any]:
+    form: dict[str, Any] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
         "modules_to_not_convert": plain,
     }
+    if blocks:
+        form["weight_block_size"] = [fp8.BLOCK, fp8.BLOCK]
+    if tables:
+        form["modules_to_convert"] = sorted(tables)
+    if cache == "FP8":
+        form["kv_cache_scheme"] = _FP8_FORM
+    return form

@@ -84,9 +84,9 @@ def test_asked_for_without_scales(quantize: str | None, tmp_path: Path):
     assert "note: no scales of the cache: keys and values are cast with scale 1" in report.lines()
     exported = tmp_path / "exported"
     export_hf(tmp_path / "ckpt", exported)
-    content = json.loads((exported / "hf_quant_config.json").read_text())["quantization"]
-    assert content["kv_cache_quant_algo"] == "FP8"
-    assert (content["quant_algo"] is None) == (quantize is None)
+    inline = json.loads((exported / "config.json").read_text())["quantization_config"]
+    assert inline["kv_cache_scheme"] == {"dynamic": False, "num_bits": 8, "type": "float"}
+    assert (inline.get("quant_algo") is None) == (quantize != "nvfp4")
     index = json.loads((exported / "model.safetensors.index.json").read_text())["weight_map"]
     name = "model.layers.3.self_attn.k_proj.k_scale"
     assert load_file(exported / index[name])[name].shape == ()

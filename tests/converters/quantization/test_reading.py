@@ -158,6 +158,103 @@ def test_harmless_disagreements_are_reported(tmp_path: Path):
     assert len([note for note in notes if "ple" in note]) == 0
 
 
+def test_patterns_may_number_the_draft_layer_and_name_any_prefix(tmp_path: Path):
+    checkpoint = fixture.radixark()
+    checkpoint.config["quantization_config"]["ignore"] += [
+        "model.layers.8.mlp.experts",
+        "language_model.model.layers.3.self_attn.q_proj",
+        "language_model.lm_head",
+        "layers.2.mlp.shared_expert",
+        "model.language_model.layers.5.mlp.experts.7.up_proj.weight",
+    ]
+    report, _ = run(checkpoint, tmp_path)
+    assert not [line for line in report.lines() if "matches nothing" in line]
+
+
+def test_plain_weights_under_one_declared_algorithm_are_reported(tmp_path: Path):
+    checkpoint = fixture.radixark()
+    checkpoint.config["quantization_config"]["ignore"].remove("*.self_attn.*")
+    report, _ = run(checkpoint, tmp_path)
+    notes = [line for line in report.lines() if "declared NVFP4 but plain" in line]
+    assert len(notes) == 4
+    assert "2 × layers.*.self_attn.q_proj (layers.3.self_attn.q_proj" in " ".join(notes)
+
+
+def test_missing_activation_scales_are_reported(tmp_path: Path):
+    """A layer without any is weight-only, whatever one name for the whole model says."""
+    checkpoint = fixture.radixark()
+    for name in [n for n in checkpoint.tensors if "layers.6.mlp" in n and "input_scale" in n]:
+        del checkpoint.tensors[name]
+    report, ckpt = run(checkpoint, tmp_path)
+    notes = [line for line in report.lines() if "without scales of activations" in line]
+    assert len(notes) == 2
+    assert "layers.6.mlp.experts.0.gate_proj" in notes[1]
+    stored = load_file(ckpt / WEIGHTS_FILE)
+    assert "transformer.layers.6.mlp.experts.down.activation_scaling_factor" not in stored
+    assert "transformer.layers.5.mlp.experts.down.activation_scaling_factor" in stored
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_separate_declaration_in_both_forms(tmp_path: Path, flat: bool):
+    checkpoint = fixture.nvidia()
+    inline = checkpoint.config.pop("quantization_config")
+    source = checkpoint.write(tmp_path / "hf")
+    content = {"producer": {"name": "modelopt"}}
+    content |= inline if flat else {"quantization": inline}
+    (source / "hf_quant_config.json").write_text(json.dumps(content))
+    report = convert(source, tmp_path / "ckpt")
+    assert not [line for line in report.lines() if line.startswith("note")]
+
+
+def test_separate_and_inline_declaration_contradict(tmp_path: Path):
+    """Whichever of two declarations the tensors contradict is named."""
+    source = fixture.radixark().write(tmp_path / "hf")
+    wrong = {"quant_algo": "FP8", "exclude_modules": [], "kv_cache_quant_algo": None}
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": wrong}))
+    with pytest.raises(InputError, match="contradict each other") as caught:
+        convert(source, tmp_path / "ckpt")
+    assert "hf_quant_config.json" in (caught.value.where or "")
+    assert (caught.value.expected, (caught.value.found or "")[:6]) == ("FP8, as declared", "NVFP4,")
+
+
+def test_named_layers_that_match_nothing(tmp_path: Path):
+    checkpoint = fixture.nvidia()
+    layers = checkpoint.config["quantization_config"]["quantized_layers"]
+    layers["layers.48.mlp.experts"] = {"quant_algo": "NVFP4"}
+    report, _ = run(checkpoint, tmp_path)
+    (note,) = [line for line in report.lines() if line.startswith("note")]
+    assert "quantised layer 'layers.48.mlp.experts' matches nothing" in note
+
+
+def test_table_that_is_said_to_be_converted_but_is_not(tmp_path: Path):
+    checkpoint = fixture.plain()
+    checkpoint.experts(BASE, fixture.as_fp8_blocks)
+    checkpoint.config["quantization_config"] = fixture.official_fp8().config["quantization_config"]
+    with pytest.raises(InputError, match="contradict each other") as caught:
+        run(checkpoint, tmp_path)
+    assert "ngram_embedding" in (caught.value.where or "")
+    assert (caught.value.found or "").startswith("plain weights")
+
+
+def test_released_number_of_patterns_is_matched_quickly():
+    """Hundreds of patterns, hundreds of thousands of tensors: one expert stands for all."""
+    from converters.quantization.declared import _Spellings
+
+    names = [
+        f"model.language_model.layers.{layer}.mlp.experts.{expert}.up_proj.{suffix}"
+        for layer in range(3)
+        for expert in range(512)
+        for suffix in ("weight", "weight_scale")
+    ]
+    spellings = _Spellings(names, lambda name: name.removeprefix("model.language_model."))
+    assert len(spellings._all) < 100
+    assert spellings.match("layers.2.mlp.experts.511.up_proj")
+    assert spellings.match("model.layers.0.mlp.experts.*")
+    assert spellings.match("*.up_proj")
+    assert not spellings.match("layers.3.mlp")
+    assert not spellings.match("*.down_proj")
+
+
 Change = Callable[[Quantized], Any]
 
 
@@ -264,13 +361,14 @@ def test_the_table_is_what_its_bytes_are(declared: str, tmp_path: Path):
         run(checkpoint, tmp_path)
 
 
-def test_mxfp8_is_refused_by_name(tmp_path: Path):
+@pytest.mark.parametrize("scales", [torch.uint8, torch.float8_e8m0fnu])
+def test_mxfp8_is_refused_by_name(scales: torch.dtype, tmp_path: Path):
     checkpoint = fixture.plain()
     name = f"{BASE}layers.3.self_attn.q_proj"
     weight = checkpoint.tensors.pop(f"{name}.weight")
     checkpoint.tensors[f"{name}.weight"] = weight.to(torch.float8_e4m3fn)
-    scales = torch.full((weight.shape[0], weight.shape[1] // 32), 127, dtype=torch.uint8)
-    checkpoint.tensors[f"{name}.weight_scale"] = scales
+    ones = torch.full((weight.shape[0], weight.shape[1] // 32), 127, dtype=torch.uint8)
+    checkpoint.tensors[f"{name}.weight_scale"] = ones.view(scales)
     with pytest.raises(InputError, match="MXFP8 weights are not supported"):
         run(checkpoint, tmp_path)
 
