@@ -261,6 +261,9 @@ class TextAnswer(Answer):
             reasons = [[(s.text and s.text.stop_reason) or "" for s in g] for g in groups]
             if any(r for g in reasons for r in g):
                 out["stop_reason"] = batch_of(response_tensor("stop_reason"), reasons)
+            calls = [[(s.text and s.text.tool_calls) or "" for s in g] for g in groups]
+            if any(c for g in calls for c in g):
+                out["tool_calls"] = batch_of(response_tensor("tool_calls"), calls)
         return out | self._shared(groups)
 
 
@@ -319,6 +322,7 @@ def text_state(call: GenerationCall) -> dict[str, Any]:
         "include_stop": call.text.include_stop,
         "skip_special_tokens": call.text.skip_special_tokens,
         "end_ids": call.text.end_ids,
+        "tools": call.text.tools,
     }
 
 

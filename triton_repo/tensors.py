@@ -185,6 +185,7 @@ TEXT_OUTPUTS: tuple[tuple[Tensor, str], ...] = (
     (Tensor("OUTPUT_IDS", "INT32", (-1, -1)), "output_ids"),
     (Tensor("OUT_FINISH_REASON", "STRING", (-1,), optional=True), "finish_reason"),
     (Tensor("STOP_REASON", "STRING", (-1,), optional=True), "stop_reason"),
+    (Tensor("TOOL_CALLS", "STRING", (-1,), optional=True), "tool_calls"),
 )
 
 RESPONSE: tuple[Tensor, ...] = (

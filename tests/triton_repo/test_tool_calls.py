@@ -157,3 +157,31 @@ def test_content_comes_while_it_is_written() -> None:
     """Only what may begin a block waits."""
     _, _, pieces = parse("ab<do not", 1)
     assert pieces == ["a", "b", "", "", "", "<do ", "n", "o", "t"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": []},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"type": {"type": "string"}}}},
+        {"properties": {"a": {"type": [["string"]]}}},
+        {"properties": {"a": {"anyOf": "string", "$ref": 3}}, "$defs": []},
+    ],
+    ids=str,
+)
+def test_schemas_that_say_nothing(schema: dict[str, Any]) -> None:
+    parser = ToolCallParser([{"name": "f", "parameters": schema}])
+    assert parser.feed(call('<parameter name="a">[1]</parameter>', name="f")) == ""
+    assert parser.finish() == ("", [{"name": "f", "arguments": {"a": [1]}}])
+
+
+def test_hostile_schemas_and_answers_end() -> None:
+    """Alternatives that refer to each other, and openings without an end."""
+    many = {"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(40)]}
+    schema = {"properties": {"a": many}, "$defs": {str(i): dict(many) for i in range(40)}}
+    parser = ToolCallParser([{"name": "f", "parameters": schema}])
+    parser.feed(call('<parameter name="a">x</parameter>' + "<parameter name=" * 20000, name="f"))
+    assert parser.finish()[1] == [{"name": "f", "arguments": {"a": "x"}}]
+    for text in ("<invoke name=" * 50000, "<invoke name=f>" * 50000):
+        assert parse("<dots_function_call>" + text)[1] == []

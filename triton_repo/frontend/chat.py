@@ -13,6 +13,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from triton_repo.frontend import tool_calls
 from triton_repo.frontend.problems import problem
 
 MODALITIES = ("image", "video", "audio")
@@ -151,6 +152,20 @@ def _template_part(part: str | MediaReference | list[int]) -> dict[str, Any]:
     raise problem("messages", "token_ids parts belong into content_parts, not into messages")
 
 
+def check_tools(tools: Any) -> None:
+    """Raise UsageError unless `tools` are functions with a name and a schema each."""
+    if not isinstance(tools, list):
+        raise problem("chat_template_kwargs", "tools must be a list", found=type(tools).__name__)
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise problem("chat_template_kwargs", f"{where} is no function with a name")
+        schema = function.get("parameters")
+        if schema is not None and not isinstance(schema, dict):
+            raise problem("chat_template_kwargs", f"{where}: parameters must be a JSON schema")
+
+
 class ChatTemplate:
     """A compiled chat template in the environment that chat templates are written for."""
 
@@ -162,6 +177,9 @@ class ChatTemplate:
             and "content" in source
             and ("['type']" in source or '["type"]' in source or ".type" in source)
         )
+
+        # Whether the model writes calls in the form that `tool_calls` reads.
+        self.calls_tools = tool_calls.OPEN in source
 
     def render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
         """The prompt text. `kwargs` are the merged template options of server and request.

@@ -7,6 +7,7 @@ parts and pre-processed features.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -170,6 +171,7 @@ def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -
             include_stop=bool(row.get("include_stop_str_in_output", False)),
             skip_special_tokens=bool(row.get("skip_special_tokens", True)),
             end_ids=end_ids,
+            tools=_tools(row, server, template_kwargs),
         ),
         end_ids=end_ids,
         pad_id=_pad_id(row, server),
@@ -265,6 +267,15 @@ def _template_kwargs(row: Row, server: FrontEnd) -> dict[str, Any]:
         if key in RESERVED_TEMPLATE_KEYS:
             raise problem("chat_template_kwargs", "sets a reserved name", found=key)
     return {**server.chat_template_kwargs, **request}
+
+
+def _tools(row: Row, server: FrontEnd, template_kwargs: Mapping[str, Any]) -> str:
+    """The functions whose calls are taken out of the answer, as JSON text; empty for none."""
+    tools, template = template_kwargs.get("tools"), server.chat_template
+    if not tools or template is None or not template.calls_tools or row.get("messages") is None:
+        return ""
+    chat.check_tools(tools)
+    return json.dumps(tools, ensure_ascii=False)
 
 
 def _mm_kwargs(row: Row, server: FrontEnd) -> dict[str, Any]:

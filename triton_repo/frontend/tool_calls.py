@@ -21,8 +21,9 @@ from typing import Any, Literal
 OPEN, CLOSE = "<dots_function_call>", "</dots_function_call>"
 _THINK, _THOUGHT = "<think>", "</think>"
 _BLOCK = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|$)", re.DOTALL)
-_INVOKE = re.compile(r"<invoke\s+name=([^>]+)>(.*?)</invoke>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter\s+name=([^>]+)>(.*?)</parameter>", re.DOTALL)
+# Names have a bound, so that no text takes quadratic time.
+_INVOKE = re.compile(r"<invoke\s+name=([^>]{1,256})>(.*?)</invoke>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter\s+name=([^>]{1,256})>(.*?)</parameter>", re.DOTALL)
 # References to definitions and alternatives are followed so far.
 _DEPTH = 10
 
@@ -41,7 +42,7 @@ class ToolCallParser:
         self._schemas: dict[str, Schema] = {}
         for tool in tools:
             function = tool.get("function", tool)
-            self._schemas[str(function["name"])] = function.get("parameters") or {}
+            self._schemas[str(function["name"])] = _mapping(function.get("parameters"))
         self._held = ""
         self._state: Literal["start", "thought", "text", "calls"] = "start"
 
@@ -85,7 +86,7 @@ class ToolCallParser:
     def _calls(self, text: str) -> list[dict[str, Any]]:
         calls = []
         for body in _BLOCK.findall(text):
-            invokes = _INVOKE.findall(body)
+            invokes = _elements(_INVOKE, body, "</invoke>")
             found = [self._invoked(*invoke) for invoke in invokes] if invokes else [_object(body)]
             calls += [call for call in found if call and call["name"] in self._schemas]
         return calls
@@ -93,12 +94,21 @@ class ToolCallParser:
     def _invoked(self, name: str, body: str) -> dict[str, Any]:
         name = _unquoted(name)
         schema = self._schemas.get(name, {})
-        properties = schema.get("properties") or {}
+        properties = _mapping(schema.get("properties"))
         arguments = {}
-        for key, value in _PARAMETER.findall(body):
-            own = properties.get(_unquoted(key), {})
-            arguments[_unquoted(key)] = _typed(value.strip(), _types(own, schema, _DEPTH))
+        for key, value in _elements(_PARAMETER, body, "</parameter>"):
+            types = _types(properties.get(_unquoted(key)), schema, _DEPTH, set())
+            arguments[_unquoted(key)] = _typed(value.strip(), types)
         return {"name": name, "arguments": arguments}
+
+
+def _elements(pattern: re.Pattern[str], text: str, end: str) -> list[tuple[str, str]]:
+    """Names and bodies of elements; behind the last end there can be none."""
+    return pattern.findall(text[: text.rfind(end) + len(end)])
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _unquoted(name: str) -> str:
@@ -122,18 +132,24 @@ def _object(body: str) -> dict[str, Any] | None:
     return {"name": value["name"], "arguments": arguments}
 
 
-def _types(schema: Any, root: Schema, depth: int) -> list[str]:
-    """The types that a schema allows, in its order; references and alternatives are followed."""
-    if not isinstance(schema, Mapping) or depth == 0:
+def _types(schema: Any, root: Schema, depth: int, seen: set[int]) -> list[str]:
+    """The types that a schema allows, in its order; references and alternatives are followed.
+
+    No part is looked at twice, however often it is referred to.
+    """
+    if not isinstance(schema, Mapping) or depth == 0 or id(schema) in seen:
         return []
+    seen.add(id(schema))
     kind = schema.get("type")
-    types = [kind] if isinstance(kind, str) else list(kind or ())
+    kinds = kind if isinstance(kind, list) else [kind]
+    types = [name for name in kinds if isinstance(name, str)]
     target = str(schema.get("$ref", "")).removeprefix("#/$defs/")
-    further = [(root.get("$defs") or {}).get(target)]
+    further = [_mapping(root.get("$defs")).get(target)]
     for key in ("anyOf", "oneOf", "allOf"):
-        further += schema.get(key) or ()
+        alternatives = schema.get(key)
+        further += alternatives if isinstance(alternatives, list) else []
     for other in further:
-        types += _types(other, root, depth - 1)
+        types += _types(other, root, depth - 1, seen)
     return types
 
 

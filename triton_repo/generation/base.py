@@ -78,6 +78,7 @@ class GenerationCall:
                 text["include_stop"],
                 text["skip_special_tokens"],
                 tuple(text["end_ids"]),
+                text["tools"],
             ),
             "media": [MediaSpan(**span) for span in value["media"]],
         }
@@ -145,6 +146,7 @@ class TextState(BaseModel):
     stop_words: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    tools: str = ""
 
 
 class SpanState(BaseModel):
@@ -182,6 +184,7 @@ class RequestState(BaseModel):
             or text.stop_words
             or text.include_stop
             or not text.skip_special_tokens
+            or text.tools
             or any(prepared.mm_views.values())
             or prepared.features is not None
             or prepared.media
@@ -194,11 +197,13 @@ class RequestState(BaseModel):
         state: dict[str, Any] = {"end_ids": prepared.end_ids}
         if prepared.task != "generate":
             state["task"] = prepared.task
-        if text.stop_words or text.include_stop or not text.skip_special_tokens:
+        unusual = text.stop_words or text.include_stop or not text.skip_special_tokens
+        if unusual or text.tools:
             state["text"] = {
                 "stop_words": text.stop_words,
                 "include_stop": text.include_stop,
                 "skip_special_tokens": text.skip_special_tokens,
+                "tools": text.tools,
             }
         if any(prepared.mm_views.values()):
             state["mm_views"] = prepared.mm_views

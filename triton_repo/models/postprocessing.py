@@ -6,7 +6,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton_repo.answers import id_tensor
 from triton_repo.frontend.detokenize import decode_all
@@ -30,7 +30,18 @@ TENSOR_NAMES = {
     "output_ids": "OUTPUT_IDS",
     "finish_reason": "OUT_FINISH_REASON",
     "stop_reason": "STOP_REASON",
+    "tool_calls": "TOOL_CALLS",
 }
+
+
+class _Part(NamedTuple):
+    """What one response says of one sequence."""
+
+    text: str
+    ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | None
+    tool_calls: str | None
 
 
 class _Stream:
@@ -79,7 +90,7 @@ class Postprocessing:
         """Text outputs by public name for the inputs of one request."""
         tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
         reasons = inputs.get("FINISH_REASON")
-        texts, ids, ends, stops = [], [], [], []
+        done: list[list[_Part]] = []
         for row in range(tokens.shape[0]):
             state = json.loads(bytes(inputs["STREAM_STATE"].reshape(-1)[row]))
             finished = [bytes(r).decode() for r in reasons[row]] if reasons is not None else None
@@ -87,33 +98,34 @@ class Postprocessing:
                 tokens[row, s, : int(lengths[row, s])].tolist() for s in range(lengths.shape[1])
             ]
             if "key" in state:
-                text, kept, reason, stop = self._stream(
-                    state, sequences[0], finished[0] if finished else None
-                )
-                done = [(text, kept, reason, stop)]
+                reason = finished[0] if finished else None
+                done.append([self._stream(state, sequences[0], reason)])
             else:
                 reasons_of_row = finished or [""] * len(sequences)
-                done = [
-                    self._complete(state, one, reason)
-                    for one, reason in zip(sequences, reasons_of_row, strict=True)
-                ]
-            texts.append([d[0] for d in done])
-            ids.append([d[1] for d in done])
-            ends.append([d[2] for d in done])
-            stops.append([d[3] or "" for d in done])
+                done.append(
+                    [
+                        self._complete(state, one, reason)
+                        for one, reason in zip(sequences, reasons_of_row, strict=True)
+                    ]
+                )
+
+        def column(name: str) -> list[list[str]]:
+            return [[getattr(part, name) or "" for part in parts] for parts in done]
+
         out = {
-            "text_output": batch_of(response_tensor("text_output"), texts),
-            "output_ids": id_tensor(ids),
+            "text_output": batch_of(response_tensor("text_output"), column("text")),
+            "output_ids": id_tensor([[part.ids for part in parts] for parts in done]),
         }
+        ends = column("finish_reason")
         if all(r for row_ends in ends for r in row_ends):
             out["finish_reason"] = batch_of(response_tensor("finish_reason"), ends)
-        if any(r for row_stops in stops for r in row_stops):
-            out["stop_reason"] = batch_of(response_tensor("stop_reason"), stops)
+        for name in ("stop_reason", "tool_calls"):
+            values = column(name)
+            if any(v for row_values in values for v in row_values):
+                out[name] = batch_of(response_tensor(name), values)
         return out
 
-    def _stream(
-        self, state: Mapping[str, Any], ids: list[int], reason: str | None
-    ) -> tuple[str, list[int], str | None, str | None]:
+    def _stream(self, state: Mapping[str, Any], ids: list[int], reason: str | None) -> _Part:
         key, number = state["key"], state["number"]
         if number == 0:
             self._forget_old()
@@ -128,18 +140,16 @@ class Postprocessing:
         if reason is not None:
             text += stream.text.finish()
             del self._streams[key]
-        return text, ids[:used], reason, stream.text.stop_reason
+        return _Part(text, ids[:used], reason, stream.text.stop_reason, stream.text.tool_calls)
 
-    def _complete(
-        self, state: Mapping[str, Any], ids: list[int], reason: str
-    ) -> tuple[str, list[int], str, str | None]:
+    def _complete(self, state: Mapping[str, Any], ids: list[int], reason: str) -> _Part:
         prompt = ids[: state["prompt_length"]]
         output = self._text(state)
         front = decode_all(self._tokenizer, prompt, (), state["skip_special_tokens"])
         generated = ids[len(prompt) :]
         text, used = output.feed(generated)
         text += output.finish()
-        return front + text, generated[:used], reason, output.stop_reason
+        return _Part(front + text, generated[:used], reason, output.stop_reason, output.tool_calls)
 
     def _text(self, state: Mapping[str, Any]) -> OutputText:
         return OutputText(
@@ -150,6 +160,7 @@ class Postprocessing:
                 state["include_stop"],
                 state["skip_special_tokens"],
                 tuple(state["end_ids"]),
+                state["tools"],
             ),
         )
 

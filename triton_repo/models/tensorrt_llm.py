@@ -163,6 +163,7 @@ class TensorrtLlm:
                 state.text.include_stop,
                 state.text.skip_special_tokens,
                 end_ids,
+                state.text.tools,
             ),
             cache_salt_id=row.get("cache_salt_id"),
             task=state.task,
