@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def _from_request(front_end: AudioFrontEnd, path: Path, files: Sequence[Path]) -
                 expected="task, language, audio, delay_ms",
                 found=", ".join(unknown),
             )
+        _check_kinds(content, {"audio": str, "language": str, "delay_ms": int}, path)
         named = content.get("audio")
         if named is None and len(files) != 1:
             raise InputError(
@@ -108,6 +109,7 @@ def _indexed(part: Any, base: Path, waiting: list[Path], paths: list[Path], wher
     """Replace the file of an audio part by its number; a part without one takes an `--audio`."""
     if not isinstance(part, dict) or part.get("type") != "audio":
         return part
+    _check_kinds(part, {"audio": str}, where)
     named = part.get("audio")
     if named is None and not waiting:
         raise InputError(
@@ -117,6 +119,18 @@ def _indexed(part: Any, base: Path, waiting: list[Path], paths: list[Path], wher
         )
     paths.append(base / named if named is not None else waiting.pop(0))
     return {"type": "audio", "index": len(paths) - 1}
+
+
+def _check_kinds(values: Mapping[str, Any], kinds: Mapping[str, type], where: Path) -> None:
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if value is not None and type(value) is not kind:
+            raise InputError(
+                "a value of the request is of the wrong kind",
+                where=f"{where}: {name}",
+                expected={str: "a string", int: "a whole number"}[kind],
+                found=json.dumps(value)[:80],
+            )
 
 
 def _read(path: Path) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from converters.checkpoint.config import CheckpointConfig
 from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
 from converters.layers.conv import last_rows
+from converters.layers.inputs import Inputs
 from plugins.support.errors import InputError
 from plugins.trt.network import Dim, Network
 from plugins.trt.types import Tensor
@@ -65,9 +66,8 @@ class TextEngine:
         self.net, self.limits, self.dtype = net, limits, config.dtype
         self.context = phase != "generation"
         self._is_prompt = phase == "context"
-        self._slots = limits.context_slots if phase == "context" else limits.max_batch_size
-        self.kinds: dict[str, InputKind] = {}
-        self.profile: dict[str, tuple[Dims, Dims, Dims]] = {}
+        slots = limits.context_slots if phase == "context" else limits.max_batch_size
+        self._inputs = Inputs(net, slots, 1 if self.context else slots)
 
         step = limits.step_tokens
         self.tokens = -1 if self.context else step
@@ -77,7 +77,7 @@ class TextEngine:
         self._fewest = fewest
         ids_range = chunks if self.context else ((step,),) * 3
         logits_range = ((1,), (1,), (limits.max_logits_tokens,)) if self.context else ids_range
-        self.largest_call = self._slots, ids_range[-1][0]
+        self.largest_call = slots, ids_range[-1][0]
         self.ids = self.input("input_ids", "token", "int32", (self.tokens,), ids_range)
         self.past = self.input("past_lengths", "token", "int32")
         self.new = self.input("new_lengths", "token", "int32")
@@ -98,7 +98,7 @@ class TextEngine:
 
     def definition(self) -> Definition:
         """What the caller of `define` gets."""
-        return Definition(kinds=self.kinds, profile=self.profile)
+        return self._inputs.definition()
 
     def input(
         self,
@@ -109,18 +109,12 @@ class TextEngine:
         ranges: tuple[Dims, ...] | None = None,
     ) -> Tensor:
         """A network input [B, *dims]; `ranges` are the smallest, best and largest dims."""
-        least, best, most = ranges or (dims, dims, dims)
-        slots = self._slots
-        self.kinds[name] = kind
-        self.profile[name] = ((1, *least), (1 if self.context else slots, *best), (slots, *most))
-        return self.net.input(name, dtype, (-1, *dims))
+        return self._inputs.add(name, kind, dtype, dims, ranges)
 
     def _attention_span(self, least: int) -> Dim:
-        """Cache rows that attention looks at; only the length of the input matters."""
+        """Cache rows that attention looks at."""
         most = self.limits.visible_rows
-        self.kinds["attention_span"] = "token"
-        self.profile["attention_span"] = ((min(least, most),), (most,), (most,))
-        return self.net.dim(self.net.input("attention_span", "int32", (-1,)), 0)
+        return self.net.dim(self._inputs.add_length("attention_span", min(least, most), most), 0)
 
     def per_token(self, name: str, width: int) -> Tensor:
         """A host input [B, S, width] in the checkpoint's type."""

@@ -12,7 +12,8 @@ import math
 
 import torch
 
-from converters.definition import Definition, Dims, EngineLimits, InputKind, Phase
+from converters.definition import Definition, Dims, EngineLimits, Phase
+from converters.layers.inputs import Inputs
 from converters.layers.linear import linear, swiglu
 from converters.layers.rope import RotaryTable
 from converters.layers.text_engine import TextEngine
@@ -153,8 +154,6 @@ class _Encoder:
         self.net, self.config, self.audio = net, config, config.voxtral.audio
         self.limits, self.dtype = limits, config.dtype
         self.width = self.audio.num_attention_heads * self.audio.head_size
-        self.kinds: dict[str, InputKind] = {}
-        self.profile: dict[str, tuple[Dims, Dims, Dims]] = {}
 
     def _weight(self, name: str, shape: Dims) -> Tensor:
         return self.net.weight(name, self.dtype, shape)
@@ -194,9 +193,6 @@ class _Encoder:
             inner = net.gelu_erf(linear(net, joined, "projector.linear_1", hidden))
             net.output(linear(net, inner, "projector.linear_2", hidden), "audio_rows")
 
-    def _definition(self) -> Definition:
-        return Definition(kinds=self.kinds, profile=self.profile)
-
 
 class _Chunks(_Encoder):
     """The Whisper encoder over chunks of a fixed number of frames, each heard as a whole."""
@@ -207,9 +203,8 @@ class _Chunks(_Encoder):
         assert audio.max_source_positions is not None
         frames = audio.max_source_positions * _STRIDE
         shape = (audio.num_mel_bins, frames)
-        self.kinds["input_features"] = "host"
-        self.profile["input_features"] = ((1, *shape), (1, *shape), (MAX_CHUNKS, *shape))
-        mel = net.cast(net.input("input_features", "float32", (-1, *shape)), self.dtype)
+        inputs = Inputs(net, MAX_CHUNKS, 1)
+        mel = net.cast(inputs.add("input_features", "host", "float32", shape), self.dtype)
         with net.scope("audio.stem"):
             x = net.unsqueeze(mel, [2])
             x = self._convolution(x, "audio.conv1", audio.num_mel_bins, 1, 1)
@@ -223,7 +218,7 @@ class _Chunks(_Encoder):
                 x = net.tap(self._layer(f"audio.layers.{layer}", x), f"audio.layers.{layer}.hidden")
         x = net.tap(self._norm(x, "audio.ln_f"), "audio.encoded")
         self._project(x)
-        return self._definition()
+        return inputs.definition()
 
     def _positions(self) -> Tensor:
         audio = self.audio
@@ -268,20 +263,24 @@ class _Stream(_Encoder):
     many encoder frames came before; rows of the states from before the beginning are masked.
     """
 
+    def __init__(self, net: Network, config: VoxtralCheckpointConfig, limits: EngineLimits) -> None:
+        super().__init__(net, config, limits)
+        self.inputs = Inputs(net, limits.max_batch_size, 1)
+
     def run(self) -> Definition:
         """`input_features` float32 [B, mels, F] (F a multiple of 8) to `audio_rows` [B, F/8, H]."""
         net, audio, limits = self.net, self.audio, self.limits
         mels, hidden = audio.num_mel_bins, audio.hidden_size
         per_row = _STRIDE * audio.downsample_factor
         most = limits.chunk_size * per_row
-        features = self._input(
+        features = self.inputs.add(
             "input_features",
             "host",
             "float32",
             (mels, -1),
             ((mels, per_row), (mels, most), (mels, most)),
         )
-        past = self._input("past_frames", "token", "int32")
+        past = self.inputs.add("past_frames", "token", "int32")
         x = net.unsqueeze(net.cast(features, self.dtype), [2])
         with net.scope("audio.stem"):
             x = self._causal_convolution(x, "audio.conv1", 1, mels, 1)
@@ -305,30 +304,16 @@ class _Stream(_Encoder):
                 net.tap(x, f"audio.layers.{layer}.hidden")
         x = net.tap(self._norm(x, "audio.ln_f"), "audio.encoded")
         self._project(x)
-        return self._definition()
+        return self.inputs.definition()
 
     def _window(self) -> int:
         assert self.audio.sliding_window is not None
         return self.audio.sliding_window
 
-    def _input(
-        self,
-        name: str,
-        kind: InputKind,
-        dtype: str,
-        dims: Dims = (),
-        ranges: tuple[Dims, ...] | None = None,
-    ) -> Tensor:
-        least, best, most = ranges or (dims, dims, dims)
-        slots = self.limits.max_batch_size
-        self.kinds[name] = kind
-        self.profile[name] = ((1, *least), (1, *best), (slots, *most))
-        return self.net.input(name, dtype, (-1, *dims))
-
     def _carried(self, name: str, x: Tensor, axis: int, rows: int, shape: Dims) -> Tensor:
         """[state | x] along an axis; the last `rows` of it become the next state."""
         net = self.net
-        state = self._input(name, "state", self.dtype, shape)
+        state = self.inputs.add(name, "state", self.dtype, shape)
         both = net.concat([state, x], axis)
         start = net.dim_sub(net.dim(both, axis), rows)
         net.output(net.narrow(both, axis, start, rows), f"{name}.next")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.transcription.request import StreamingMode, TranscriptionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
@@ -190,6 +193,49 @@ def test_wrong_parts_are_named(prompts: AudioPrompts) -> None:
         prompts.chat([user(audio(1))], [sound])
     with pytest.raises(UsageError, match="unknown content part"):
         prompts.chat([user({"type": "video"})], [])
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "text", "id", "function", "name"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+_MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"])},
+        optional={
+            name: _VALUES
+            for name in ("content", "prefix", "tool_calls", "tool_call_id", "name", "extra")
+        },
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages=_MESSAGES)
+def test_any_messages_are_a_prompt_or_refused(
+    prompts: AudioPrompts, messages: list[dict[str, Any]]
+) -> None:
+    before = copy.deepcopy(messages)
+    try:
+        ids = prompts.chat(messages, []).ids
+    except UsageError as error:
+        assert error.found
+    else:
+        assert ids[0] == 1
+    assert messages == before
+
+
+def test_a_tool_message_without_its_call_is_named(prompts: AudioPrompts) -> None:
+    with pytest.raises(UsageError, match="refused") as caught:
+        prompts.chat([{"role": "tool", "content": "x"}], [])
+    assert caught.value.found == "'tool_call_id' is missing"
 
 
 def test_tekken_file_is_found_or_named(tekken: Path, tmp_path: Path) -> None:

@@ -28,6 +28,16 @@ from triton_repo.frontend.tekken import tekken_files
 
 Array = npt.NDArray[np.float32]
 
+# What the library raises for messages that it has no place for; it looks into them unchecked.
+_REFUSALS = (
+    MistralCommonException,
+    ValidationError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
 # What stands for audio number i inside a request on its way through mistral-common.
 _REFERENCE = "audio:{}"
 
@@ -113,7 +123,8 @@ class AudioPrompts:
 
         Args:
             messages: OpenAI-style messages; a content part `{"type": "audio", "index": i}`
-                stands for `audios[i]`, text parts are `{"type": "text", "text": ...}`.
+                stands for `audios[i]`, text parts are `{"type": "text", "text": ...}`. A last
+                message of the assistant with `"prefix": true` is the beginning of the answer.
             audios: mono float32 samples at the model's rate.
 
         Raises:
@@ -130,8 +141,12 @@ class AudioPrompts:
                 found=f"parts for {order}",
             )
 
+        going_on = rendered[-1].pop("prefix", False) if rendered else False
+
         def encode() -> list[int]:
-            request: ChatCompletionRequest[Any] = ChatCompletionRequest.from_openai(rendered)
+            request: ChatCompletionRequest[Any] = ChatCompletionRequest.from_openai(
+                rendered, continue_final_message=going_on
+            )
             return list(self._tokenizer.encode_chat_completion(request).tokens)
 
         ids = self._with_audio(audios, encode)
@@ -214,7 +229,7 @@ class AudioPrompts:
         instruct.audio_encoder = _ReferencedAudio(self._encoder, audios)
         try:
             return encode()
-        except (MistralCommonException, ValidationError, ValueError) as error:
+        except _REFUSALS as error:
             raise UsageError(
                 "the request is refused", where="request", found=_reason(error)
             ) from error
@@ -228,7 +243,9 @@ def _reason(error: Exception) -> str:
             f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
             for problem in error.errors()
         )
-    return " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _language(code: str | None) -> Any:
@@ -239,6 +256,13 @@ def _render(message: Mapping[str, Any], count: int, order: list[int]) -> dict[st
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return dict(message)
+    if not isinstance(content, list):
+        raise UsageError(
+            "the content of a message is neither text nor parts",
+            where="messages",
+            expected="a string or a list",
+            found=repr(content)[:80],
+        )
     parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
