@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import threading
 import time
@@ -45,6 +46,20 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"x")
                 self.wfile.flush()
                 time.sleep(0.2)
+        elif path in ("/dripping", "/dripping-headers"):
+            # Never silent for as long as a read may take, and never done.
+            self.send_response(200)
+            if path == "/dripping":
+                self.end_headers()
+                piece = b"x"
+            else:
+                self.flush_headers()
+                piece = b"X-A: b\r\n"
+            with contextlib.suppress(OSError):
+                for _ in range(40):
+                    self.wfile.write(piece)
+                    self.wfile.flush()
+                    time.sleep(0.25)
         elif path == "/silent":
             time.sleep(1)
         elif path.startswith("/redirect?"):
@@ -92,11 +107,13 @@ def test_size_limit(web: str, path: str) -> None:
     assert "too large" in refused(f"{web}/{path}")
 
 
-@pytest.mark.parametrize("path", ["slow", "silent"])
+@pytest.mark.parametrize("path", ["slow", "silent", "dripping", "dripping-headers"])
 def test_time_limits(web: str, path: str) -> None:
     started = time.monotonic()
-    refused(f"{web}/{path}")
-    assert time.monotonic() - started < 5
+    message = refused(f"{web}/{path}")
+    # Without a limit on the whole, the drip would go on for ten seconds.
+    assert time.monotonic() - started < 6
+    assert path == "silent" or "took too long" in message
 
 
 def test_status(web: str) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import ipaddress
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
+from plugins.support.errors import UsageError
 from triton_repo.frontend.problems import problem
 
 _CHUNK = 64 * 1024
@@ -59,7 +62,15 @@ def fetch(url: str, limits: FetchLimits, parameter: str = "image_url") -> bytes:
         raise problem(parameter, "has a scheme that is not allowed", expected="http, https or data")
     deadline = time.monotonic() + limits.total_s
     for _ in range(limits.redirects + 1):
-        body, location = _get(url, limits, deadline, parameter)
+        with _Cutoff(deadline) as cutoff:
+            try:
+                body, location = _get(url, limits, cutoff, parameter)
+            except UsageError:
+                # What comes of a connection that was cut is not the reason.
+                if not cutoff.passed:
+                    raise
+        if cutoff.passed:
+            raise problem(parameter, "took too long", expected=f"<= {limits.total_s:g} s")
         if location is None:
             return body
         url = urljoin(url, location)
@@ -69,7 +80,7 @@ def fetch(url: str, limits: FetchLimits, parameter: str = "image_url") -> bytes:
 
 
 def _get(
-    url: str, limits: FetchLimits, deadline: float, parameter: str
+    url: str, limits: FetchLimits, cutoff: _Cutoff, parameter: str
 ) -> tuple[bytes, str | None]:
     """Body, or the target of a redirect."""
     try:
@@ -87,7 +98,7 @@ def _get(
     secure = parts.scheme == "https"
     pool_class = urllib3.HTTPSConnectionPool if secure else urllib3.HTTPConnectionPool
     pool = pool_class(host, port, timeout=timeout, retries=False, maxsize=1)
-    pool.ConnectionCls = _pinned(HTTPSConnection if secure else HTTPConnection, address)
+    pool.ConnectionCls = _pinned(HTTPSConnection if secure else HTTPConnection, address, cutoff)
     try:
         response = pool.request(
             "GET",
@@ -110,8 +121,6 @@ def _get(
             body += chunk
             if len(body) > limits.max_bytes:
                 raise _too_large(parameter, limits)
-            if time.monotonic() > deadline:
-                raise problem(parameter, "took too long", expected=f"<= {limits.total_s:g} s")
         return bytes(body), None
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
         raise problem(parameter, "could not be fetched", found=type(error).__name__) from None
@@ -134,7 +143,53 @@ def _resolve(host: str, port: int, limits: FetchLimits, parameter: str) -> tuple
     return found[0]
 
 
-def _pinned(base: Any, entry: tuple[Any, ...]) -> Any:
+class _Cutoff:
+    """Cuts a connection at a point in time, whatever it is doing then.
+
+    A socket's own time-out starts anew with every byte: a server that sends one byte a second,
+    be it of the header, would hold a thread for ever.
+
+    Attributes:
+        passed: whether that time has come.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.passed = False
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._timer = threading.Timer(max(deadline - time.monotonic(), 0.0), self._cut)
+        self._timer.daemon = True
+
+    def watch(self, connection: socket.socket) -> None:
+        """Cut this connection too; a copy, because encryption takes the socket for itself."""
+        with self._lock:
+            self._socket = connection.dup()
+            if self.passed:
+                self._shut()
+
+    def _cut(self) -> None:
+        with self._lock:
+            self.passed = True
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> _Cutoff:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+
+def _pinned(base: Any, entry: tuple[Any, ...], cutoff: _Cutoff) -> Any:
     """A connection class that connects to the checked address, whatever the name says by then."""
     family, kind, protocol, _, address = entry
 
@@ -144,6 +199,7 @@ def _pinned(base: Any, entry: tuple[Any, ...]) -> Any:
             try:
                 connection.settimeout(self.timeout)
                 connection.connect(address)
+                cutoff.watch(connection)
             except OSError as error:
                 connection.close()
                 raise urllib3.exceptions.NewConnectionError(self, str(error)) from error
