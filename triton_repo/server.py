@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,7 +182,8 @@ class TritonServer:
         environment[ENVIRONMENT_VARIABLE] = str(control)
         # Appended: what a crashed server has said stays in a log file that was asked for.
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = _SPAWNER.submit(
+                subprocess.Popen,
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -190,7 +192,7 @@ class TritonServer:
                 # Its own session: Ctrl-C reaches only the launcher, which drains first.
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
-            )
+            ).result()
         try:
             deadline = time.monotonic() + ready_timeout_s
             self._wait_ready(deadline, ready_timeout_s)
@@ -466,6 +468,9 @@ def _choose_ports(host: str, ports: Ports) -> Ports:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# To the kernel the parent is a thread: a server that a short-lived one has started would end with
+# it. This one lives as long as the process.
+_SPAWNER = ThreadPoolExecutor(1, thread_name_prefix="servers")
 
 
 def _die_with_parent() -> None:

@@ -379,6 +379,8 @@ def test_a_slow_media_server_delays_nobody_else(echo_server: TritonServer, model
         ({"input_ids": [261]}, "input_ids"),
         ({"messages": "{"}, "messages"),
         ({"text_input": "x", "echo_delay_ms": -1}, "echo_delay_ms"),
+        ({"text_input": "x", "echo_output_ids": [97, -1]}, "echo_output_ids"),
+        ({"text_input": "x", "echo_output_ids": [261]}, "echo_output_ids"),
         ({"text_input": "x" * 5000}, "text_input"),
     ],
 )
@@ -417,3 +419,25 @@ def test_models_cannot_be_unloaded_by_clients(echo_server: TritonServer) -> None
     url = f"{echo_server.http_url}/v2/repository/models/ensemble/unload"
     assert requests.post(url, json={}, timeout=5).status_code in (400, 403)
     assert ok(echo_server, {"text_input": "x"}, "ensemble")
+
+
+@both
+@pytest.mark.parametrize("row", rows("media_truncations"))
+def test_truncation_keeps_media_whole(
+    echo_server: TritonServer, model: str, row: dict[str, Any]
+) -> None:
+    offset, length = row["span"]
+    ids = list(range(row["length"]))
+    ids[offset : offset + length] = [258] * length
+    feature = {"modality": "image", "offset": offset, "length": length, "key": 2**64 - 1}
+    body = {
+        "input_ids": ids, "mm_features": json.dumps([feature]), "max_tokens": 1,
+        "truncate_prompt_tokens": row["limit"], "truncation_side": row["side"],
+    }  # fmt: skip
+    if row["result"] == "error":
+        assert refused(echo_server, body, model).startswith("truncate_prompt_tokens: ")
+        return
+    kept, place = row["result"]
+    answer = ok(echo_server, body, model)
+    assert echo_ids(answer) == (ids[-kept:] if row["side"] == "left" else ids[:kept])
+    assert json.loads(answer["ECHO_MEDIA"]) == [feature | {"offset": place}]

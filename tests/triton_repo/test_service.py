@@ -53,7 +53,7 @@ def call(ids: list[int], delay_ms: int = 0, **more: Any) -> GenerationCall:
 
 @pytest.fixture
 def service() -> Any:
-    made = GenerationService(EchoGenerator(), ByteTokenizer(), Metrics(None, "test"))
+    made = GenerationService(EchoGenerator(261), ByteTokenizer(), Metrics(None, "test"))
     yield made
     made.close()
 

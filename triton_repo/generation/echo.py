@@ -50,9 +50,14 @@ class _Task:
 
 
 class EchoGenerator:
-    """Plays back ids; all sequences share one thread."""
+    """Plays back ids; all sequences share one thread.
 
-    def __init__(self) -> None:
+    Args:
+        vocab_size: ids below it are played back.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._known: OrderedDict[int, None] = OrderedDict()
         self._steps: list[_Step] = []
         self._active = 0
@@ -63,13 +68,19 @@ class EchoGenerator:
         self._thread.start()
 
     def submit(self, call: GenerationCall, deliver: Deliver) -> Callable[[], None]:
-        """Schedule the playback. Raises UsageError for a delay out of range."""
+        """Schedule the playback. Raises UsageError for a delay or an id out of range."""
         delay = call.echo.get("echo_delay_ms") or 0
         if not 0 <= delay <= MAX_DELAY_MS:
             raise problem(
                 "echo_delay_ms", "is out of range", expected=f"0 to {MAX_DELAY_MS}", found=delay
             )
         given = call.echo.get("echo_output_ids")
+        wrong = [i for i in given or () if not 0 <= i < self._vocab_size]
+        if wrong:
+            raise problem(
+                "echo_output_ids", "holds an id that is out of range",
+                expected=f"0 to {self._vocab_size - 1}", found=wrong[0],
+            )  # fmt: skip
         ids = list(call.prompt_ids if given is None else given)[: call.max_tokens]
         task = _Task(
             ids=ids,

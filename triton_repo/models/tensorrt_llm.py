@@ -193,7 +193,7 @@ def _offsets(row: Row) -> list[tuple[int, int]] | None:
 
 def _open_generator(parameters: GenerationParameters, directory: Any) -> Generator:
     if parameters.generation == "echo":
-        return EchoGenerator()
+        return EchoGenerator(parameters.vocab_size)
     # torch and the runtime are not needed for an echo, and take a second to import.
     from triton_repo.generation.engine import EngineGenerator
 
