@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 class TapExecutor:
-    """`runtime.executors.Executor` for one slot that also keeps the taps of the last call.
+    """`runtime.executors.OutputExecutor` for one slot that also keeps the taps of the last call.
 
     Args:
         config: of the engine directory.
@@ -28,6 +29,7 @@ class TapExecutor:
     name = "interpreter"
     device = _CPU
     generation_widths: Sequence[int] = (1,)
+    supports_outputs: Literal[True] = True
 
     def __init__(
         self,
@@ -43,19 +45,25 @@ class TapExecutor:
         }
         self._promote = promote
         self.taps: dict[str, torch.Tensor] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
         self.begin(0)
 
     def begin(self, slot: int) -> None:
         """Forget the sequence: caches and states zero."""
-        specs = self._config.engines["context"].of_kind("cache", "state")
-        if self._promote:
-            specs = [_in_float32(spec) for spec in specs]
-        self._memory = SlotMemory(specs, 1, _CPU)
-        self._memory.begin(slot)
+        self._memory: dict[str, SlotMemory] = {}
+        for phase in ("context", "draft"):
+            if phase not in self._config.engines:
+                continue
+            specs = self._config.engines[phase].of_kind("cache", "state")
+            if self._promote:
+                specs = [_in_float32(spec) for spec in specs]
+            self._memory[phase] = SlotMemory(specs, 1, _CPU)
+            self._memory[phase].begin(slot)
 
     def end(self, slot: int, poisoned: bool = False) -> None:
         """See `Executor.end`."""
-        self._memory.end(slot, poisoned)
+        for memory in self._memory.values():
+            memory.end(slot, poisoned)
 
     @torch.inference_mode()
     def step(self, phase: Phase, first: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -64,14 +72,20 @@ class TapExecutor:
         bound = {name: inputs[name] for name in wanted}
         if self._promote:
             bound = {n: t.float() if t.is_floating_point() else t for n, t in bound.items()}
-        bound |= self._memory.inputs(first, 1)
+        memory = self._memory["draft" if phase == "draft" else "context"]
+        bound |= memory.inputs(first, 1)
         taps = tuple(self.programs[phase].taps)
         results = self._interpreters[phase].run(bound, fetch=taps)
-        for name, tensor in self._memory.next_states(first, 1).items():
+        for name, tensor in memory.next_states(first, 1).items():
             tensor.copy_(results[f"{name}.next"])
-        self._memory.commit(first, 1)
+        memory.commit(first, 1)
         self.taps = {tap: results[tap] for tap in taps}
+        self._outputs = results
         return results[LOGITS]
+
+    def output(self, name: str) -> torch.Tensor:
+        """See `OutputExecutor.output`."""
+        return self._outputs[name]
 
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

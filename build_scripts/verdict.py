@@ -124,7 +124,7 @@ class Result:
             yield (tap, *cells)
 
     def _logits_rows(self) -> Iterator[tuple[str, ...]]:
-        for phase in PHASES:
+        for phase in self.definition:
             exact, built = self.definition[phase], self.as_built[phase]
             verdict = "within" if exact.within else "OUT OF BOUNDS"
             yield (f"{phase}, float32", *_cells(exact.logits), verdict)

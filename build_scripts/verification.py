@@ -33,7 +33,12 @@ from build_scripts.scores import (
 from build_scripts.taps import TapExecutor
 from build_scripts.verdict import Control, Result
 from converters.checkpoint.config import parse_config
-from converters.reference import HEARING_REFERENCE, REFERENCE, HearingReference
+from converters.reference import (
+    DRAFT_REFERENCE,
+    HEARING_REFERENCE,
+    REFERENCE,
+    HearingReference,
+)
 from converters.registry import family_for
 from plugins.attention import Choice
 from plugins.support.progress import progress
@@ -53,6 +58,7 @@ from runtime.executors.weights import MappedWeights
 from runtime.host_inputs import HostInput, open_host_inputs
 from runtime.interpreter.program import Program
 from runtime.rows import Row
+from runtime.speculative import NEXT_HIDDEN, read_along
 
 # Tokens that the comparison gives to the generation engine, after the context engine's.
 GENERATION_TOKENS = 12
@@ -117,6 +123,13 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
     output.say(f"loading the reference from {hf_dir}")
     with open_reference(engine_dir, config, checkpoint_config, hf_dir) as source:
         opened = oracle_module.Oracle(source.directory, source.dtype)
+        drafting = (
+            DRAFT_REFERENCE.require(
+                oracle_module.DraftOracle(source.directory, opened, source.dtype)
+            )
+            if "draft" in config.engines
+            else None
+        )
     oracle = REFERENCE.require(opened)
     hearing = HEARING_REFERENCE.require(opened) if "audio" in config.engines else None
     ids = oracle.sample_ids(min(config.build_config.max_seq_len, SAMPLE_TOKENS))
@@ -127,15 +140,18 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
     split = max(1, min(len(ids) - GENERATION_TOKENS, config.build_config.max_input_len))
     reference = oracle.run(ids)
     spans = {"context": slice(0, split), "generation": slice(split, None)}
-    expected = {
+    expected: dict[Phase, dict[str, torch.Tensor]] = {
         phase: {tap: value[spans[phase]] for tap, value in reference.items()} for phase in PHASES
     }
 
+    if drafting and split > 1:
+        logits, following = drafting.run(ids[1:split], reference["final_hidden"][: split - 1])
+        expected["draft"] = {NEXT_HIDDEN: following, LOGITS: logits}
     heard = hearing.run_audio() if hearing else {}
     programs = {
         phase: Program.load(engine_dir / entry.program)
         for phase, entry in config.engines.items()
-        if phase in (*PHASES, "audio")
+        if phase in (*PHASES, "audio", "draft")
     }
     weights = MappedWeights(engine_dir / config.weights.file, _CPU)
     hosts = open_host_inputs(config, engine_dir)
@@ -151,14 +167,19 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         engine = Engine(config, executor, gathered)
         rows, differences = _listen(engine, hearing, heard) if hearing else (None, {})
         seen = observe(engine, ids, split, oracle_module.canonical, rows)
+        if "draft" in chosen:
+            logits, following = read_along(engine, ids[:split])
+            seen["draft"] = {NEXT_HIDDEN: following, LOGITS: logits}
         scores = {phase: score(values, expected[phase]) for phase, values in seen.items()}
         return scores, differences
 
+    phases: tuple[Phase, ...] = (*PHASES, "draft") if "draft" in expected else PHASES
     controls = controls_module.negative_controls(checkpoint_config)
+    controls = [c for c in controls if c.phase in phases]
     with progress("verify", 2 + len(controls)) as reporter:
-        definition, audio = compare(PHASES, weights, hosts, promote=True)
+        definition, audio = compare(phases, weights, hosts, promote=True)
         reporter.advance(1, "definition")
-        as_built, _ = compare(PHASES, weights, hosts, promote=False)
+        as_built, _ = compare(phases, weights, hosts, promote=False)
         reporter.advance(1, "as built")
         noticed: list[Control] = []
         if not all(s.within for s in definition.values()):
@@ -173,9 +194,12 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
                 continue
             bound = dict(weights) | changed
             with _mistaken_hosts(config, engine_dir, control, bound, changed) as mistaken:
-                # Both engines read the same weights: one of them notices what the other would.
-                scores, _ = compare(("context",), bound, mistaken, promote=True)
-            noticed.append(_control(control.name, scores["context"]))
+                # Both text engines read the same weights: one notices what the other would.
+                affected: tuple[Phase, ...] = ("context",)
+                if control.phase == "draft":
+                    affected = ("context", "draft")
+                scores, _ = compare(affected, bound, mistaken, promote=True)
+            noticed.append(_control(control.name, scores[control.phase]))
             reporter.advance(1, control.name)
     dtype = pretrained["dtype"]
     return Result(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ class NegativeControl:
         name: what was done wrong, readable in a table.
         weights: checkpoint tensors -> the tensors that the mistake changes, by name.
         host_inputs: host input descriptions -> the mistaken ones.
+        phase: the engine that must notice it.
     """
 
     name: str
     weights: Callable[[Weights], dict[str, Tensor]] = lambda weights: {}
     host_inputs: Callable[[Sequence[HostInput]], list[HostInput]] = list
+    phase: Literal["context", "draft"] = "context"
 
 
 def multiplied(weights: Weights, name: str, factor: float) -> dict[str, Tensor]:

@@ -39,6 +39,13 @@ class HearingReference(Reference, Protocol):
         """ "audio_rows" [rows, H] and every tap of the audio network."""
 
 
+class DraftReference(Protocol):
+    """The right values of a checkpoint's draft layer, `converters.<family>.oracle.DraftOracle`."""
+
+    def run(self, next_ids: Sequence[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft logits [n, vocab] and the hidden states [n, H] that a further draft takes."""
+
+
 class TextModel(Protocol):
     """What references use of a model of transformers.
 
@@ -83,6 +90,7 @@ class StreamingModel(HearingModel, Protocol):
 
 REFERENCE: Contract[Reference] = Contract.of(Reference)
 HEARING_REFERENCE: Contract[HearingReference] = Contract.of(HearingReference)
+DRAFT_REFERENCE: Contract[DraftReference] = Contract.of(DraftReference)
 TEXT_MODEL: Contract[Any] = Contract.of(TextModel)
 HEARING_MODEL: Contract[Any] = Contract.of(HearingModel)
 STREAMING_MODEL: Contract[Any] = Contract.of(StreamingModel)

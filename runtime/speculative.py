@@ -189,12 +189,21 @@ def _inputs(
 def draft_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
     """The draft layer's logits at every position of a prompt that has a token after it.
 
+    Arguments, errors and the result as the first one of `read_along`.
+    """
+    return read_along(engine, ids)[0]
+
+
+def read_along(engine: Engine, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the draft layer makes of a prompt, with the text model's hidden states.
+
     Args:
         engine: opened and not in use, with a draft engine.
         ids: the prompt, two ids at least.
 
     Returns:
-        float32 [len(ids) - 1, vocab_size] on the CPU; row i is about the token of position i + 2.
+        Logits float32 [len(ids) - 1, vocab_size], row i about the token of position i + 2, and the
+        hidden states [len(ids) - 1, H] that a further draft would take; on the CPU.
 
     Raises UsageError when the ids or the engine do not allow it.
     """
@@ -206,7 +215,7 @@ def draft_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
             found=f"engines {', '.join(engine.config.engines)}; {len(ids)} tokens",
         )
     most = min(engine.config.chunk_tokens, engine.config.max_logits_rows)
-    parts = []
+    parts, following_hidden = [], []
     outputs = OUTPUTS.require(engine.executor)
     with engine.claim(), torch.inference_mode():
         engine.executor.begin(0)
@@ -221,7 +230,8 @@ def draft_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
                 inputs = _inputs([Positions(following, hidden, start)], columns, [range(count)])
                 logits = engine.executor.step("draft", 0, inputs)
                 parts.append(logits[0, :, : engine.config.vocab_size].float().cpu().clone())
+                following_hidden.append(outputs.output(NEXT_HIDDEN)[0, :count].cpu().clone())
             poisoned = False
         finally:
             engine.executor.end(0, poisoned)
-    return torch.cat(parts)
+    return torch.cat(parts), torch.cat(following_hidden)

@@ -101,7 +101,7 @@ def negative_controls(config: Dots3CheckpointConfig) -> list[NegativeControl]:
     def rescaled(rank: str) -> Callable[[Tensor, Mla], Tensor]:
         return lambda x, mla: x * (hidden / getattr(mla, rank)) ** 0.5
 
-    return [
+    controls = [
         NegativeControl(
             "query latent rescaled twice (folded into its norm, and again)",
             per_kind("q_a_layernorm.weight", rescaled("q_rank")),
@@ -153,3 +153,32 @@ def negative_controls(config: Dots3CheckpointConfig) -> list[NegativeControl]:
             "norms with an offset of one", where("_layernorm.weight", change=lambda x: x + 1.0)
         ),
     ]
+    return controls + _draft_controls() if block.draft_layers else controls
+
+
+def _draft_controls() -> list[NegativeControl]:
+    def change(
+        name: str, make: Callable[[Weights], Tensor]
+    ) -> Callable[[Weights], dict[str, Tensor]]:
+        return lambda weights: {name: make(weights)}
+
+    def hidden_first(weights: Weights) -> Tensor:
+        return torch.cat(list(reversed(weights["mtp.eh_proj.weight"].chunk(2, dim=1))), dim=1)
+
+    def norms_exchanged(weights: Weights) -> dict[str, Tensor]:
+        names = ("mtp.enorm.weight", "mtp.hnorm.weight")
+        return {name: weights[other] for name, other in zip(names, reversed(names), strict=True)}
+
+    mistakes = {
+        "draft layer with the text model's embedding": change(
+            "mtp.vocab_embedding.weight", lambda w: w["transformer.vocab_embedding.weight"]
+        ),
+        "draft layer: hidden state before the embedding": change(
+            "mtp.eh_proj.weight", hidden_first
+        ),
+        "draft layer: norms of embedding and hidden state exchanged": norms_exchanged,
+        "draft layer with the text model's last norm": change(
+            "mtp.ln_f.weight", lambda w: w["transformer.ln_f.weight"]
+        ),
+    }
+    return [NegativeControl(name, weights, phase="draft") for name, weights in mistakes.items()]

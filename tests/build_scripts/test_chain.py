@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runtime import contract
@@ -114,6 +116,34 @@ def test_verify_fails_when_the_reference_has_one_other_tensor(
     assert done.code == 5
     assert "OUT OF BOUNDS" in done.out
     assert "verification FAILED" in done.err
+
+
+def test_verify_compares_the_draft_engine_too(command: Command, drafting_engine: Path) -> None:
+    checkpoint = drafting_engine.with_name(f"{drafting_engine.name}-hf")
+    done = command("verify", drafting_engine, "--against", checkpoint, "--json")
+    assert done.code == 0, done.out
+    draft = done.json["definition"]["draft"]
+    assert draft["logits"]["argmax"] == 1.0 and draft["logits"]["kl"] < 1e-9
+    assert draft["taps"]["hidden_states.next_draft"]["relative"] < 1e-4
+    noticed = [c for c in done.json["negative_controls"] if c["name"].startswith("draft layer")]
+    assert len(noticed) == 4 and all(control["noticed"] for control in noticed)
+
+
+def test_verify_fails_when_the_draft_layer_is_another(
+    command: Command, drafting_engine: Path, tmp_path: Path
+) -> None:
+    hf_dir = drafting_engine.with_name(f"{drafting_engine.name}-hf")
+    shutil.copytree(hf_dir, tmp_path / "other")
+    path = tmp_path / "other" / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["model.layers.6.hnorm.weight"] *= 1.01
+    save_file(tensors, path, metadata)
+    done = command("verify", drafting_engine, "--against", tmp_path / "other", "--json")
+    assert done.code == 5
+    found = json.loads(done.out)["definition"]
+    assert found["context"]["logits"]["kl"] < 1e-9 < found["draft"]["logits"]["kl"]
 
 
 def test_the_layer_report_is_written_beside_the_engines(trained_engine: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from converters.definition import EngineLimits, Phase
+from converters.dots3.controls import negative_controls
 from converters.dots3.oracle import DraftOracle, Oracle
 from tests.converters.dots3.driver import Driver
 from tests.converters.dots3.tiny import tiny
@@ -15,6 +16,7 @@ PHASES: tuple[Phase, ...] = ("context", "draft")
 LIMITS = EngineLimits(2, 128, chunk_size=64, max_draft_len=3, max_logits_tokens=64)
 IDS = torch.randint(3, 500, (60,), generator=torch.Generator().manual_seed(5)).tolist()
 NEXT = "hidden_states.next_draft"
+DRAFT_CONTROLS = {c.name: c for c in negative_controls(tiny().config) if c.phase == "draft"}
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +130,23 @@ def test_mistakes_are_seen(
     finally:
         driver.bind(tiny().weights)
     assert (out["logits"] - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", DRAFT_CONTROLS)
+def test_mistakes_of_a_conversion_are_seen(
+    driver: Driver, oracle: DraftOracle, hidden: Tensor, name: str
+) -> None:
+    expected = oracle.run(IDS[1:], hidden[:-1])[0]
+    changed = DRAFT_CONTROLS[name].weights(tiny().weights)
+    driver.bind({**tiny().weights, **changed})
+    try:
+        out = driver.call("draft", [IDS[1:]], hidden=[hidden[:-1]], past=[0])[0]
+    finally:
+        driver.bind(tiny().weights)
+    assert (out["logits"] - expected).abs().max() > 1e-2
+
+
+def test_a_text_model_alone_has_no_draft_mistakes() -> None:
+    assert len(DRAFT_CONTROLS) == 4
+    text = negative_controls(tiny(draft=False).config)
+    assert text and all(control.phase == "context" for control in text)

@@ -236,6 +236,8 @@ def test_every_typical_mistake_is_seen_in_fp8_too(fp8: Fp8, expected: Tensor) ->
 
     assert error({}) < BOUND
     for control in negative_controls(fp8.config):
+        if control.phase == "draft":
+            continue
         assert error(control.weights(fp8.weights)) > 1000 * BOUND, control.name
 
 
