@@ -182,6 +182,11 @@ def _engine(path: Path) -> Description:
         "chunk_size": config.chunk_tokens,
         "weights": f"{config.weights.mode}: {config.weights.file}",
         "weight_bytes": config.weights.identity.bytes,
+        "decisions": [
+            f"{phase} {name}: {'yes' if decided else 'no'}"
+            for phase, entry in config.engines.items()
+            for name, decided in entry.decisions.items()
+        ],
         "host_inputs": [f"{host.name} ({host.kind})" for host in config.host_inputs],
         "tokenizer": _tokenizer(path / contract.TOKENIZER_DIR),
     }

@@ -11,8 +11,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from converters.dots3.oracle import Oracle
 from runtime import contract
 from tests.build_scripts.conftest import Command
+from tests.fixtures.dots3_fp8 import write_fp8
 from tests.fixtures.qwen38_checkpoint import known_continuations
 from tests.fixtures.qwen38_deterministic import (
     GOLDEN_ARGMAX,
@@ -144,6 +146,32 @@ def test_verify_fails_when_the_draft_layer_is_another(
     assert done.code == 5
     found = json.loads(done.out)["definition"]
     assert found["context"]["logits"]["kl"] < 1e-9 < found["draft"]["logits"]["kl"]
+
+
+def test_block_fp8_runs_through_the_chain(command: Command, tmp_path: Path) -> None:
+    """Partial blocks and padded MLPs: converted, built, verified with its drafts, and run."""
+    source, plain = write_fp8(tmp_path / "hf")
+    assert command("convert", source, tmp_path / "ckpt").code == 0
+    sizes = ("--max-batch-size", 1, "--max-seq-len", 128, "--chunk-size", 64)
+    built = command("build", tmp_path / "ckpt", tmp_path / "engine", *sizes, "--max-draft-len", 1)
+    assert built.code == 0, built.err
+    verified = command("verify", tmp_path / "engine", "--against", source, "--json").json
+    assert verified["passed"] and set(verified["definition"]) == {"context", "generation", "draft"}
+    assert len(verified["negative_controls"]) == 20
+    shown = command("inspect", tmp_path / "engine", "--json").json
+    assert "draft replicated_embed: yes" in json.dumps(shown)
+    # The same text as the plain weights give, whatever is drafted.
+    ids = [5, 60, 7, 81, 9]
+    wanted = list(ids)
+    oracle = Oracle(plain)
+    for _ in range(8):
+        wanted.append(int(oracle.run(wanted)["logits"][-1].argmax()))
+    for drafts in (0, 1):
+        done = command(
+            "run", tmp_path / "engine", "--ids", ",".join(map(str, ids)), "--max-new-tokens", 8,
+            "--ignore-eos", "--num-draft-tokens", drafts, "--json",
+        )  # fmt: skip
+        assert done.json["output_ids"] == wanted[len(ids) :]
 
 
 def test_the_layer_report_is_written_beside_the_engines(trained_engine: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from plugins.support.errors import UsageError
 from triton_repo.frontend.chat import ChatTemplate, MediaReference, parse_messages, parse_part
+from triton_repo.frontend.problems import one_line
 
 CHATML = """\
 {%- for message in messages %}
@@ -97,3 +98,32 @@ def test_part_of_plain_text() -> None:
 def test_deep_json_is_an_error_not_a_crash() -> None:
     with pytest.raises(UsageError):
         parse_messages("[" * 100_000)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("arguments", [{"a": 2}, '{"a": 2}'])
+def test_arguments_of_earlier_calls_become_objects(wrapped: bool, arguments: object) -> None:
+    """Clients send them as JSON text, chat templates take them apart."""
+    call = {"name": "add", "arguments": arguments}
+    sent = {"id": "1", "type": "function", "function": call} if wrapped else call
+    message = {"role": "assistant", "content": None, "tool_calls": [sent]}
+    (found,) = parse_messages(json.dumps([message])).messages
+    whole = {"name": "add", "arguments": {"a": 2}}
+    assert found["tool_calls"] == [{**sent, "function": whole} if wrapped else whole]
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ({"name": "add"}, "messages[0].tool_calls: must be a list"),
+        (["add"], "messages[0].tool_calls[0]: is no call of a function"),
+        ([{"function": {}}], "messages[0].tool_calls[0]: is no call of a function"),
+        ([{"name": "f", "arguments": "{"}], "tool_calls[0].arguments: is not valid JSON"),
+        ([{"name": "f", "arguments": "[1]"}], "tool_calls[0].arguments: must be a JSON object"),
+        ([{"name": "f", "arguments": [1]}], "tool_calls[0].arguments: must be a JSON object"),
+    ],
+)
+def test_calls_that_are_none(calls: object, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_messages(json.dumps([{"role": "assistant", "tool_calls": calls}]))
+    assert message in one_line(caught.value)

@@ -101,8 +101,32 @@ def parse_messages(text: str) -> Conversation:
                 "must be a string or a list of parts",
                 found=type(content).__name__,
             )
+        if message.get("tool_calls"):
+            parsed["tool_calls"] = _calls(f"{where}.tool_calls", message["tool_calls"])
         conversation.messages.append(parsed)
     return conversation
+
+
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls of an earlier answer; arguments that came as JSON text become the object they are."""
+    if not isinstance(calls, list):
+        raise problem(where, "must be a list", found=type(calls).__name__)
+    parsed = []
+    for index, call in enumerate(calls):
+        place = f"{where}[{index}]"
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise problem(place, "is no call of a function with a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = parse_json(f"{place}.arguments", arguments, dict)
+        if not isinstance(arguments, dict):
+            raise problem(
+                f"{place}.arguments", "must be a JSON object", found=type(arguments).__name__
+            )
+        whole = {**function, "arguments": arguments}
+        parsed.append({**call, "function": whole} if "function" in call else whole)
+    return parsed
 
 
 def parse_part(where: str, part: Any) -> str | MediaReference | list[int]:
