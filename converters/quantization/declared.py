@@ -108,7 +108,7 @@ def compare(
         ]
         notes += _disagreements(claim, modules, canonical)
     stored = {module.stored for module in modules if module.stored}
-    if stored and not claims:
+    if stored and not any(claim.algorithm or claim.modules or claim.table for claim in claims):
         notes.append(f"quantised as {', '.join(sorted(stored))}, declared nowhere")
     return notes
 
@@ -306,6 +306,15 @@ def _names(block: Mapping[str, Any], key: str, where: str) -> list[str]:
     value = block.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise InputError("not a list of names", where=f"{where}.{key}", found=repr(value))
+    for pattern in value:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise InputError(
+                "a pattern is no regular expression",
+                where=f"{where}.{key}",
+                found=f"{pattern!r}: {error}",
+            ) from error
     return value
 
 

@@ -206,6 +206,13 @@ def test_separate_declaration_in_both_forms(tmp_path: Path, flat: bool):
     assert not [line for line in report.lines() if line.startswith("note")]
 
 
+def test_a_declaration_that_names_nothing(tmp_path: Path):
+    checkpoint = fixture.nvidia()
+    checkpoint.config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None}
+    report, _ = run(checkpoint, tmp_path)
+    assert any("declared nowhere" in line for line in report.lines())
+
+
 def test_separate_and_inline_declaration_contradict(tmp_path: Path):
     """Whichever of two declarations the tensors contradict is named."""
     source = fixture.radixark().write(tmp_path / "hf")
@@ -316,6 +323,11 @@ EXPERT = f"{BASE}layers.2.mlp.experts.5.up_proj"
         ("radixark", declare(quant_algo="W4A8_AWQ"), "unsupported quantisation algorithm"),
         ("radixark", declare(quant_method="gptq"), "unsupported quantisation method"),
         ("official fp8", declare(weight_block_size=[64, 64]), "unsupported FP8 block size"),
+        ("nvfp4 table", declare(ignore=["lm_head", "re:(.*"]), "no regular expression"),
+        ("nvfp4 table", declare(ignore=["lm_head", 5]), "not a list of names"),
+        ("nvfp4 table", declare(config_groups=None), "not an object"),
+        ("nvidia", declare(quantized_layers=["layers.0"]), "not an object"),
+        ("nvidia", declare(kv_cache_scheme=8), "not an object"),
     ],
 )
 def test_broken_checkpoints_are_refused(name: str, change: Change, message: str, tmp_path: Path):

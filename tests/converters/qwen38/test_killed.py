@@ -1,0 +1,123 @@
+"""Conversions and exports that are killed, or whose source changes meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converters.checkpoint import convert as convert_module
+from converters.checkpoint.config import WEIGHTS_FILE
+from converters.checkpoint.convert import convert, execute, plan_conversion
+from converters.checkpoint.export_hf import export_hf
+from plugins.support.errors import InputError
+from tests.converters.qwen38.conftest import Bend
+from tests.converters.qwen38.test_conversion import KILLED_RUN
+
+
+def test_change_between_the_content_samples_is_noticed(
+    bend: Bend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plan = plan_conversion(bend.directory, tmp_path / "ckpt")
+    monkeypatch.setattr(type(plan.source), "identity", lambda _: plan.config.source)
+    path = bend.directory / "model.safetensors"
+    real = convert_module.run_tasks
+
+    def run_tasks(*arguments: Any, **options: Any) -> Any:
+        counts = real(*arguments, **options)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return counts
+
+    monkeypatch.setattr(convert_module, "run_tasks", run_tasks)
+    with pytest.raises(InputError, match="changed while it was converted"):
+        execute(plan, tmp_path / "ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+KILLED_AT_THE_END = """
+import os, signal, sys
+from pathlib import Path
+from converters.checkpoint import convert, export_hf
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+module = {"convert": convert, "export": export_hf}[sys.argv[3]]
+setattr(module, sys.argv[4], kill)
+if sys.argv[3] == "convert":
+    convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), quantize="fp8-block", workers=2)
+else:
+    export_hf.export_hf(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("verb", "function"),
+    [
+        ("convert", "write_config"),
+        ("export", "_write_rest"),
+        ("export", "_copy_tokenizer"),
+    ],
+)
+def test_killed_between_the_last_task_and_the_end(
+    verb: str, function: str, bend: Bend, tmp_path: Path
+):
+    convert(bend.directory, tmp_path / "whole", quantize="fp8-block")
+    source = bend.directory if verb == "convert" else tmp_path / "whole"
+    target, expected = tmp_path / "target", tmp_path / "expected"
+    command = [sys.executable, "-c", KILLED_AT_THE_END, source, target, verb, function]
+    run = subprocess.run(command, capture_output=True, check=False)
+    assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+    assert not target.exists()
+    for directory in (target, expected):
+        if verb == "convert":
+            convert(source, directory, quantize="fp8-block")
+        else:
+            export_hf(source, directory)
+    assert not (tmp_path / ".target.partial").exists()
+    names = sorted(path.relative_to(expected) for path in expected.rglob("*"))
+    assert names == sorted(path.relative_to(target) for path in target.rglob("*"))
+    for name in names:
+        if (expected / name).is_file():
+            assert (target / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def test_killed_export_resumes_to_the_same_bytes(bend: Bend, tmp_path: Path):
+    convert(bend.directory, tmp_path / "ckpt", quantize="nvfp4")
+    export_hf(tmp_path / "ckpt", tmp_path / "whole")
+    script = KILLED_RUN.partition("convert(Path(")[0].replace(
+        "from converters.checkpoint.convert import convert",
+        "from converters.checkpoint.export_hf import export_hf",
+    )
+    script += "export_hf(Path(sys.argv[1]), Path(sys.argv[2]), workers=2)"
+    for marks in (1, 200):
+        command = [sys.executable, "-c", script, tmp_path / "ckpt", tmp_path / "out", str(marks)]
+        run = subprocess.run(command, capture_output=True, check=False)
+        assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+    assert len((tmp_path / ".out.partial" / "journal").read_text().splitlines()) >= 202
+    export_hf(tmp_path / "ckpt", tmp_path / "out")
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_export_of_another_checkpoint_starts_anew(bend: Bend, tmp_path: Path):
+    """Work on a checkpoint that has been replaced under the same name is not continued."""
+    convert(bend.directory, tmp_path / "ckpt")
+    script = KILLED_AT_THE_END
+    command = [sys.executable, "-c", script, tmp_path / "ckpt", tmp_path / "out"]
+    run = subprocess.run([*command, "export", "_write_rest"], capture_output=True, check=False)
+    assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+    weights = tmp_path / "ckpt" / WEIGHTS_FILE
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    export_hf(tmp_path / "ckpt", tmp_path / "out")
+    export_hf(tmp_path / "ckpt", tmp_path / "whole")
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
