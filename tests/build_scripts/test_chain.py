@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from converters.dots3.oracle import Oracle
+from converters.dots3.oracle import DraftOracle, Oracle
 from runtime import contract
 from tests.build_scripts.conftest import Command
 from tests.fixtures.dots3_fp8 import write_fp8
@@ -129,6 +129,33 @@ def test_verify_compares_the_draft_engine_too(command: Command, drafting_engine:
     assert draft["taps"]["hidden_states.next_draft"]["relative"] < 1e-4
     noticed = [c for c in done.json["negative_controls"] if c["name"].startswith("draft layer")]
     assert len(noticed) == 4 and all(control["noticed"] for control in noticed)
+
+
+def test_run_reports_drafts_and_writes_their_logits(
+    command: Command, drafting_engine: Path, tmp_path: Path
+) -> None:
+    checkpoint = drafting_engine.with_name(f"{drafting_engine.name}-hf")
+    ids = [3 + 37 * i * i % 490 for i in range(70)]
+    answers = []
+    for drafts in (0, 1, 2, 3):
+        done = command(
+            "run", drafting_engine, "--ids", ",".join(map(str, ids)), "--max-new-tokens", 12,
+            "--ignore-eos", "--num-draft-tokens", drafts,
+            "--draft-logits", tmp_path / f"{drafts}.npy", "--json",
+        ).json  # fmt: skip
+        answers.append(done["output_ids"])
+        told = done["drafts"]
+        assert told["verified"] == drafts * told["steps"] and told["accepted"] <= told["verified"]
+        assert told["steps"] + told["accepted"] >= 11
+    assert answers[1:] == answers[:1] * 3
+    oracle = Oracle(checkpoint)
+    hidden = oracle.run(ids)["final_hidden"]
+    wanted = DraftOracle(checkpoint, oracle).run(ids[1:], hidden[:-1])[0]
+    np.testing.assert_allclose(np.load(tmp_path / "3.npy"), wanted.numpy(), atol=5e-5, rtol=0)
+    refused = command(
+        "run", drafting_engine, "--ids", "5,6", "--max-new-tokens", 1, "--num-draft-tokens", 4
+    )
+    assert refused.code == 2 and "cannot verify that many" in refused.err
 
 
 def test_verify_fails_when_the_draft_layer_is_another(

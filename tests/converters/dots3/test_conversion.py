@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,16 @@ from safetensors.torch import load_file
 
 from converters.checkpoint.config import WEIGHTS_FILE
 from converters.checkpoint.convert import convert
+from converters.checkpoint.source import SourceCheckpoint
+from converters.definition import EngineLimits
 from converters.dots3 import FAMILY
+from converters.dots3.config import plan_config
+from converters.dots3.weights import wanted_tensors
+from converters.quantization.formats import FP8_BLOCK
 from converters.registry import read_checkpoint_config
-from plugins.support.errors import InputError, UsageError
+from plugins.support.errors import BuildError, InputError, UsageError
 from tests.converters.dots3.conftest import Bend
+from tests.converters.dots3.tiny import tiny
 from tests.fixtures.dots3_random import CONFIG, draft_shapes
 
 DRAFT_TENSORS = sorted(draft_shapes(CONFIG))
@@ -182,3 +191,93 @@ def test_unexpected_and_doubled_tensors(bend: Bend) -> None:
 
     bend.tensors(doubled)
     assert "two tensors of the checkpoint mean the same one" in refused(bend)
+
+
+RELEASED = {
+    "vocab_size": 152064,
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "moe_intermediate_size": 1536,
+    "moe_shared_expert_intermediate_size": 1536,
+    "num_hidden_layers": 46,
+    "layer_types": [
+        "full_attention" if layer in (0, *range(1, 46, 4)) else "sliding_attention"
+        for layer in range(46)
+    ],
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 64,
+    "swa_q_lora_rank": 1024,
+    "swa_kv_lora_rank": 1024,
+    "swa_head_dim": 256,
+    "swa_qk_nope_head_dim": 192,
+    "swa_qk_rope_head_dim": 64,
+    "swa_v_head_dim": 128,
+    "sliding_window_size": 513,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 524288,
+}
+# Keys that the released file leaves out.
+ABSENT = ("rope_scaling", "audio_config", "vision_config")
+
+
+def test_the_released_size(bend: Bend) -> None:
+    """Every tensor and every parameter of the published language model and its draft layer."""
+    bend.without(*ABSENT)
+    source = SourceCheckpoint.open(bend.config(**RELEASED))
+    config = plan_config(source, "bfloat16")
+    assert config.dots3.layer_types.count("full_attention") == 13
+    wanted = wanted_tensors(config)
+    parts = {part.name: part.shape for item in wanted for part in item.parts}
+    draft = {name for name in parts if name.startswith(("mtp.", "layers.46."))}
+    assert (len(parts) - len(draft), len(draft)) == (35_362, 19)
+
+    def count(names: Iterable[str]) -> int:
+        return sum(math.prod(parts[name]) for name in names)
+
+    assert count(parts.keys() - draft) == 279_551_729_536
+    assert count(draft) == 1_134_193_728
+    # What is left of the published file size are the towers.
+    biases = sum(name.endswith("e_score_correction_bias") for name in parts)
+    assert biases == 45
+    towers = 6_871_277_920 + 886_199_680
+    vision_biases = sum((4, 8, 12, *range(16, 61, 4), 64, 64))
+    assert 2 * (count(parts) + towers) + 2 * (biases * 256 + vision_biases) == 576_886_825_984
+    grids = {
+        "layers.0.self_attn.kv_a_proj_with_mqa": (5, 40),
+        "layers.2.self_attn.kv_a_proj_with_mqa": (9, 40),
+        "layers.2.self_attn.kv_b_proj": (160, 8),
+        "layers.2.self_attn.g_proj": (1, 40),
+        "layers.1.self_attn.indexer.weights_proj": (1, 40),
+        "layers.1.mlp.experts.255.down_proj": (40, 12),
+        "layers.0.mlp.gate_proj": (108, 40),
+        "layers.46.eh_proj": (40, 80),
+    }
+    for name, grid in grids.items():
+        assert FP8_BLOCK.scales[0].shape(*parts[f"{name}.weight"]) == grid, name
+
+
+def test_text_engines_leave_the_draft_layer_alone() -> None:
+    """Its 19 tensors are skipped without drafts and needed with them."""
+    limits = EngineLimits(1, 128, chunk_size=64)
+    driver = tiny().driver(limits)
+    used = {key for phase in driver.programs.values() for key in phase.weights.values()}
+    assert used and not any(key.startswith("mtp.") for key in used)
+    drafting = tiny().driver(dataclasses.replace(limits, max_draft_len=1), phases=("draft",))
+    needed = {key for key in drafting.programs["draft"].weights.values() if key.startswith("mtp.")}
+    # Gate and up are one tensor here.
+    assert len(needed) == 18
+    for key in sorted(needed):
+        weights = {name: tensor for name, tensor in tiny().weights.items() if name != key}
+        with pytest.raises(BuildError, match="no such tensor"):
+            dataclasses.replace(tiny(), weights=weights).driver(limits, phases=("draft",))

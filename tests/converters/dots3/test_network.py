@@ -263,3 +263,20 @@ def test_a_checkpoint_in_the_layout_of_the_training(
     weights = load_file(tmp_path / "checkpoint" / WEIGHTS_FILE)
     driver = Tiny(tmp_path / "hf", config, weights).driver(LIMITS, phases=("context",))
     _close(driver.call("context", [IDS[:128]])[0]["logits"], expected["logits"][:128])
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_sliding_layers_keep_their_window_only(checkpoint: Tiny, drafts: int) -> None:
+    """Whatever the length of a sequence; full layers have a latent and an index key per token."""
+    for length in (128, 512):
+        limits = EngineLimits(1, length, chunk_size=64, max_draft_len=drafts)
+        memory = checkpoint.driver(limits).memory
+        assert {name for name in memory if "state" in name} == {
+            f"window_state.{layer}" for layer in (2, 3, 4)
+        }
+        for layer in (2, 3, 4):
+            assert memory[f"window_state.{layer}"].shape == (1, 8 + drafts, 56 + 8)
+        for layer in (0, 1, 5):
+            rows = limits.cache_rows
+            assert memory[f"latent_cache.{layer}"].shape == (1, 1, rows, 32 + 8)
+            assert memory[f"index_key_cache.{layer}"].shape == (1, 1, rows, 16)
