@@ -69,6 +69,7 @@ class RepositoryOptions:
     trust_request_mm_kwargs: bool = True
     allow_private_media: bool = False
     allowed_media_hosts: tuple[str, ...] = ()
+    local_media_root: Path | None = None
     max_media_bytes: int = 32 << 20
 
 
@@ -215,6 +216,15 @@ def write_repository(
     return repo_dir
 
 
+def _absolute(root: Path | None) -> str:
+    """A directory as a parameter; empty for none."""
+    if root is None:
+        return ""
+    if not root.is_dir():
+        raise UsageError("not a directory", where="local_media_root", found=str(root))
+    return str(root.resolve())
+
+
 def _input_kind(audio: Mapping[str, Any]) -> Literal["text", "audio", "stream"]:
     """What a request must bring at least."""
     if not audio:
@@ -251,6 +261,7 @@ def _configs(
         "trust_request_mm_kwargs": options.trust_request_mm_kwargs,
         "allow_private_media": options.allow_private_media,
         "allowed_media_hosts": list(options.allowed_media_hosts),
+        "local_media_root": _absolute(options.local_media_root),
         "max_media_bytes": options.max_media_bytes,
         "audio": facts.audio,
     }

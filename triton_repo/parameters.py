@@ -17,7 +17,7 @@ from triton_repo.frontend.pipeline import FrontEnd
 from triton_repo.frontend.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 # Raised whenever configs of an older generator cannot be served any more.
-REPOSITORY_FORMAT = 1
+REPOSITORY_FORMAT = 2
 
 
 class CommonParameters(BaseModel):
@@ -53,6 +53,7 @@ class FrontEndParameters(CommonParameters):
         trust_request_mm_kwargs: whether requests may set processor options.
         allow_private_media: whether media may come from loopback and private addresses.
         allowed_media_hosts: JSON list; if not empty, the only hosts media may come from.
+        local_media_root: directory below which media may be local files; empty for none.
         max_media_bytes: size of one media item.
         audio: JSON object, see `triton_repo.frontend.audio.settings`.
     """
@@ -69,6 +70,7 @@ class FrontEndParameters(CommonParameters):
     trust_request_mm_kwargs: bool
     allow_private_media: bool
     allowed_media_hosts: Json[list[str]]
+    local_media_root: str
     max_media_bytes: int = Field(ge=1)
     audio: Json[dict[str, Any]]
 
@@ -176,6 +178,9 @@ def open_front_end(parameters: FrontEndParameters, directory: Path) -> FrontEnd:
                 max_bytes=parameters.max_media_bytes,
                 allow_private=parameters.allow_private_media,
                 allowed_hosts=frozenset(parameters.allowed_media_hosts),
+                local_root=(
+                    Path(parameters.local_media_root) if parameters.local_media_root else None
+                ),
             ),
             trust_request_kwargs=parameters.trust_request_mm_kwargs,
         ),

@@ -41,13 +41,19 @@ def character_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def echo_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An echo repository with the byte tokenizer, small context, media from loopback allowed."""
+    """An echo repository with the byte tokenizer and a small context; media may come from loopback
+    and from the directory `media` beside it.
+    """
+    root = tmp_path_factory.mktemp("repository")
+    (root / "media").mkdir()
     return write_repository(
         None,
-        tmp_path_factory.mktemp("repository") / "echo",
+        root / "echo",
         tokenizer="bytes",
         generation="echo",
-        options=RepositoryOptions(max_context=4096, allow_private_media=True),
+        options=RepositoryOptions(
+            max_context=4096, allow_private_media=True, local_media_root=root / "media"
+        ),
     )
 
 

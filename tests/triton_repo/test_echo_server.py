@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -441,3 +442,28 @@ def test_truncation_keeps_media_whole(
     answer = ok(echo_server, body, model)
     assert echo_ids(answer) == (ids[-kept:] if row["side"] == "left" else ids[:kept])
     assert json.loads(answer["ECHO_MEDIA"]) == [feature | {"offset": place}]
+
+
+@both
+def test_local_files_only_below_their_root(
+    echo_server: TritonServer, echo_repository: Path, model: str
+) -> None:
+    image = Image.new("RGB", (32, 32))
+    inside, outside = echo_repository.parent / "media" / "a.png", echo_repository.parent / "b.png"
+    image.save(inside)
+    image.save(outside)
+    (inside.parent / "link.png").unlink(missing_ok=True)
+    (inside.parent / "link.png").symlink_to(outside)
+
+    def body(path: object) -> dict[str, Any]:
+        return {"text_input": "x", "image_url_input": [f"file://{path}"], "max_tokens": 1}
+
+    media = json.loads(ok(echo_server, body(inside), model)["ECHO_MEDIA"])
+    assert [span["modality"] for span in media] == ["image"]
+    for path in (
+        outside,
+        inside.parent / "link.png",
+        inside.parent / ".." / "b.png",
+        inside.parent,
+    ):
+        assert refused(echo_server, body(path), model).startswith("image_url_input: ")

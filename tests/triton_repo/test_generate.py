@@ -17,6 +17,7 @@ from tritonclient.grpc import model_config_pb2
 from plugins.support.errors import InputError, UsageError
 from triton_repo.frontend.tokenizer import load_tokenizer, open_with_transformers
 from triton_repo.generate import MODELS, RepositoryOptions, parse_options, write_repository
+from triton_repo.parameters import REPOSITORY_FORMAT
 from triton_repo.tensors import REQUEST, RESPONSE
 from triton_repo.validate import validate_repository
 
@@ -108,7 +109,7 @@ BREAK: dict[str, Callable[[Path], None]] = {
     "repository_format": lambda r: _edit(
         r, "postprocessing", 'key: "repository_format"', 'key: "other"'
     ),
-    "another version": lambda r: _edit_all(r, '"1"', '"7"'),
+    "another version": lambda r: _edit_all(r, f'"{REPOSITORY_FORMAT}"', '"77"'),
     "cannot be parsed": lambda r: _edit(r, "ensemble", "platform", "plattform"),
     "config.pbtxt: cannot be read": lambda r: (r / "ensemble" / "config.pbtxt").unlink(),
     "model.py is missing": lambda r: (r / "preprocessing" / "1" / "model.py").unlink(),
