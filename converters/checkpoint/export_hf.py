@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from converters.checkpoint.config import TOKENIZER_DIR, WEIGHTS_FILE
-from converters.checkpoint.header import TensorEntry, read_header
+from converters.checkpoint.header import Shape, TensorEntry, read_header
 from converters.checkpoint.hf_layout import HfLayout
 from converters.checkpoint.match import Findings
 from converters.checkpoint.partial import resumable_directory
@@ -29,7 +29,7 @@ from converters.checkpoint.source import INDEX_FILE
 from converters.checkpoint.write import OutputFile, run_tasks, split_tasks
 from converters.quantization import formats, kv_cache
 from converters.quantization.evidence import module_of, target_name, target_shape
-from converters.quantization.exported import WEIGHT_ONLY_FP8, declare
+from converters.quantization.exported import WEIGHT_ONLY_FP8, Storage, declare
 from converters.quantization.formats import Component, Format
 from converters.quantization.kv_cache import Cached
 from converters.registry import layout_of, read_checkpoint_config
@@ -161,15 +161,37 @@ def _recipes(layout: HfLayout, entries: Mapping[str, TensorEntry], ckpt_dir: Pat
                 findings.missing.append(name)
                 continue
             used.add(name)
+            shape = _shape(wanted, component)
+            if _is_unfit(entry, component.dtypes, shape, findings):
+                continue
             recipes += _cut(wanted, component, entry, layout.disk_name)
     for layer in layout.caches:
         entry = entries.get(layer.name)
         if entry is not None:
             used.add(layer.name)
+            if _is_unfit(entry, ("float32",), (2,), findings):
+                continue
             recipes += _cache_scales(layer, entry, layout.disk_name)
     findings.unexpected = sorted(entries.keys() - used)
     findings.raise_if_any(str(ckpt_dir))
     return recipes
+
+
+def _shape(wanted: Wanted, component: Component) -> Shape:
+    """Shape of a component in the converted checkpoint."""
+    if component.kind == "scalar" and wanted.scale_owner is not None:
+        return (1,)
+    return wanted.shape if component is formats.PLAIN else target_shape(wanted, component)
+
+
+def _is_unfit(
+    entry: TensorEntry, dtypes: Collection[str], shape: Shape, findings: Findings
+) -> bool:
+    unfit = entry.dtype.name not in dtypes or entry.shape != shape
+    if unfit:
+        expected = f"{' or '.join(dtypes)} {list(shape)}"
+        findings.wrong[entry.name] = (expected, f"{entry.dtype.name} {list(entry.shape)}")
+    return unfit
 
 
 def _cut(
@@ -215,11 +237,9 @@ def _name(part: Part, component: Component) -> str:
     return f"{module_of(part)}.{component.suffix}"
 
 
-def _declared(
-    layout: HfLayout, entries: Mapping[str, TensorEntry]
-) -> dict[str, tuple[str, int | None] | None]:
+def _declared(layout: HfLayout, entries: Mapping[str, TensorEntry]) -> dict[str, Storage | None]:
     """Module name on disk -> (algorithm, group size), None for a plain matrix."""
-    modules: dict[str, tuple[str, int | None] | None] = {}
+    modules: dict[str, Storage | None] = {}
     for wanted in layout.wanted:
         if wanted.quantize is None and wanted.scale_owner is None:
             continue
@@ -231,8 +251,24 @@ def _declared(
                 calibrated = target_name(wanted.target, format_.activation) in entries
                 name = name if calibrated else _WEIGHT_ONLY[name]
             storage = (name, format_.group_size)
-        modules[layout.disk_name(_declared_module(wanted))] = storage
+        name = layout.disk_name(_declared_module(wanted))
+        modules[name] = _common(modules[name], storage, name) if name in modules else storage
     return modules
+
+
+def _common(one: Storage | None, other: Storage | None, name: str) -> Storage | None:
+    """What can be said of matrices that are declared together."""
+    if one == other:
+        return one
+    for weaker, stronger in ((one, other), (other, one)):
+        if weaker and stronger and _WEIGHT_ONLY.get(stronger[0]) == weaker[0]:
+            return weaker
+    raise InputError(
+        "experts of one layer are stored in two formats, which no declaration can say",
+        where=name,
+        expected="one format for gate, up and down",
+        found=" and ".join(storage[0] if storage else "plain" for storage in (one, other)),
+    )
 
 
 def _declared_module(wanted: Wanted) -> str:

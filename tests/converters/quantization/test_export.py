@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from converters.checkpoint.config import QUANT_FILE, WEIGHTS_FILE
 from converters.checkpoint.convert import convert
 from converters.checkpoint.export_hf import export_hf
 from plugins.support.errors import InputError, UsageError
+from tests.fixtures import qwen38_quantized as fixture
 from tests.fixtures.qwen38_deterministic import (
     GOLDEN_ARGMAX,
     GOLDEN_LAST_LOGITS,
@@ -159,3 +161,59 @@ def test_wrong_exports_leave_nothing(deterministic_checkpoint: Path, tmp_path: P
     assert "missing: lm_head.weight" in str(caught.value)
     assert "unexpected: stray" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "there"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("attention.kv_cache_scaling_factor", lambda t: t[:1], "float32 [2], found float32 [1]"),
+        (
+            "mlp.experts.down.weights_scaling_factor_2",
+            lambda t: t.flatten(),
+            "expected float32 [16, 1], found float32 [16]",
+        ),
+        ("mlp.experts.down.weight", lambda t: t[None], "found uint8 [1, 16, 64, 24]"),
+        (
+            "mlp.experts.down.weights_scaling_factor",
+            lambda t: t.float(),
+            "expected float8_e4m3fn [16, 64, 3], found float32 [16, 64, 3]",
+        ),
+        ("mlp_hyper_connection.up.weight", lambda t: t.T.contiguous(), "found bfloat16 [16, 256]"),
+    ],
+)
+def test_tensors_that_are_not_as_converted(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
+):
+    ckpt = tmp_path / "ckpt"
+    convert(LAYOUTS["nvidia"]().write(tmp_path / "hf"), ckpt, kv_cache="fp8")
+    tensors = load_file(ckpt / WEIGHTS_FILE)
+    name = f"transformer.layers.3.{name}"
+    save_file(tensors | {name: change(tensors[name])}, ckpt / WEIGHTS_FILE)
+    with pytest.raises(InputError) as caught:
+        export_hf(ckpt, tmp_path / "out")
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_are_declared_together(tmp_path: Path):
+    """Weight-only where one projection has no scale of activations; not at all in two formats."""
+    checkpoint = LAYOUTS["radixark"]()
+    for name in [n for n in checkpoint.tensors if "layers.6.mlp" in n and "down_proj.input" in n]:
+        del checkpoint.tensors[name]
+    convert(checkpoint.write(tmp_path / "hf"), tmp_path / "ckpt")
+    export_hf(tmp_path / "ckpt", tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    layers = content["quantized_layers"]
+    assert layers["model.layers.6.mlp.experts"]["quant_algo"] == "W4A16_NVFP4"
+    assert layers["model.layers.5.mlp.experts"]["quant_algo"] == "NVFP4"
+
+    def in_two_formats(module: str, values: torch.Tensor) -> Any:
+        return (fixture.as_fp8 if "down_proj" in module else fixture.as_nvfp4)(module, values)
+
+    checkpoint = fixture.plain()
+    checkpoint.experts(fixture.BASE, in_two_formats)
+    convert(checkpoint.write(tmp_path / "two"), tmp_path / "two ckpt")
+    with pytest.raises(InputError, match="two formats") as caught:
+        export_hf(tmp_path / "two ckpt", tmp_path / "two out")
+    assert caught.value.found == "NVFP4 and FP8"
+    assert not (tmp_path / "two out").exists()
