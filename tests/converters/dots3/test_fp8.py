@@ -254,3 +254,43 @@ def test_weights_that_were_quantised_here(fp8: Fp8, tmp_path: Path, algorithm: s
     scales = made.weights[name + ("_2" if algorithm == "nvfp4" else "")].clone()
     assert scales.shape[0] == (4 if algorithm == "fp8-block" else 2)
     assert not config.dots3.padded_mlps
+
+
+def _with_plain_dense_mlp(fp8: Fp8, directory: Path) -> Path:
+    """The FP8 checkpoint, its dense layer's MLP left plain as some exporters do."""
+    shutil.copytree(fp8.hf_dir, directory)
+    meant = load_file(fp8.plain / "model.safetensors")
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        tensors = load_file(directory / file)
+        for name in [n for n in tensors if ".layers.0.mlp." in n]:
+            if name.endswith("_scale_inv"):
+                del tensors[name], content["weight_map"][name]
+            else:
+                tensors[name] = meant[name]
+        save_file(tensors, directory / file)
+    index.write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_plain_mlps_among_padded_ones_are_padded_too(
+    fp8: Fp8, tmp_path: Path, dtype: str | None
+) -> None:
+    source = _with_plain_dense_mlp(fp8, tmp_path / "hf")
+    convert(source, tmp_path / "ckpt", dtype)
+    convert(fp8.plain, tmp_path / "plain", dtype)
+    found = load_file(tmp_path / "ckpt" / WEIGHTS_FILE)
+    wanted = load_file(tmp_path / "plain" / WEIGHTS_FILE)
+    for name in ("gate_up.weight", "down.weight"):
+        name = f"transformer.layers.0.mlp.{name}"
+        assert found[name].dtype == wanted[name].dtype
+        assert torch.equal(_unpadded(name, found[name]), wanted[name])
+
+
+def test_plain_mlps_among_padded_ones_are_not_quantised_otherwise(fp8: Fp8, tmp_path: Path) -> None:
+    source = _with_plain_dense_mlp(fp8, tmp_path / "hf")
+    with pytest.raises(InputError, match="dense MLPs are padded"):
+        convert(source, tmp_path / "ckpt", quantize="fp8", only="mlp")
+    assert not (tmp_path / "ckpt").exists()
