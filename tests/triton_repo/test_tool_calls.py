@@ -127,6 +127,7 @@ def test_a_json_object_instead(key: str) -> None:
         "Before " + call("", name="unknown") + " after",
         "<dots_function_call>{broken</dots_function_call>",
         '<dots_function_call>{"name": 5}</dots_function_call>',
+        '<dots_function_call>{"name": "stop", "arguments": {"a": NaN}}</dots_function_call>',
         '<dots_function_call>["weather"]</dots_function_call>',
         '<dots_function_call>{"name": "weather", "arguments": [1]}</dots_function_call>',
         '<dots_function_call><invoke name="weather"><parameter name="city">Ulm',

@@ -121,7 +121,7 @@ def _unquoted(name: str) -> str:
 def _object(body: str) -> dict[str, Any] | None:
     """The call that a JSON object describes, None when it is none."""
     try:
-        value = json.loads(body)
+        value = _json(body)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
