@@ -70,18 +70,18 @@ def specs() -> dict[str, KernelSpec]:
             for overlap in (False, True):
                 found.append(kernel.decode_partial(g, how, overlap))
                 found.append(plan.merge_splits(g, how.splits, overlap=overlap))
-    found.append(plan.unite_blocks(BF16, kernel.PREFILL.rows))
-    found.append(plan.attend_tile(BF16, kernel.PREFILL.rows, kernel.PREFILL.together))
-    found.append(plan.attend_apart(BF16, kernel.PREFILL.rows, kernel.PREFILL.apart))
+    found.append(plan.unite_blocks(BF16, plan.HOPPER_ROWS))
+    found.append(plan.attend_hopper(BF16, plan.HOPPER_ROWS))
+    portable = kernel.PREFILL
+    found.append(plan.unite_blocks(BF16, portable.rows))
+    found.append(plan.attend_tile(BF16, portable.rows, portable.together))
+    found.append(plan.attend_apart(BF16, portable.rows, portable.apart))
+    found.append(plan.attend_dense(BF16, portable.lines, portable.dense))
     for steps in (1, kernel.SCORE_ROWS):
-        found.append(plan.score_blocks(BF16, steps, plan.Tiles(64, 4, 3)))
-    whole, chunk = kernel.SELECT_WHOLE, kernel.SELECT_CHUNK
-    found.append(plan.select_row(BF16, whole, kernel.select_warps(whole)))
-    found.append(plan.select_row(BF16, 512, kernel.select_warps(512)))
-    found.append(plan.select_chunk(BF16, chunk, kernel.select_warps(chunk)))
-    for blocks in (32768, 65536):
-        chunks = blocks // chunk
-        found.append(plan.select_among(BF16, chunks, kernel.select_warps(chunks * BF16.blocks)))
+        for count in (8192, 32768, 65536):
+            group = kernel.group_size(count)
+            found.append(plan.score_blocks(BF16, steps, plan.Tiles(64, 4, 3), group))
+    found.extend(kernel.select_spec(BF16, count) for count in (512, 8192, 32768, 65536))
     for g in (BF16, FP8):
         for axes in (1, 3):
             found.append(plan.prepare(g, Rotary(axes=axes), EPS))
@@ -461,12 +461,21 @@ def section_dense(_: Path | None) -> dict[str, Any]:
     out = kernel.attend_prefill(BF16, q, *call)
     dense = lambda: attention(q, key, value, is_causal=True, enable_gqa=True)  # noqa: E731
     right = dense().transpose(1, 2).reshape(1, 2048, -1) * gate.float().sigmoid()
+    portable = kernel.attend_prefill(BF16, q, *call, kernel.PREFILL)
     results["prefill 2048 causal"] = {
         "error": demand(error(out, right), 6e-3, "dense prefill"),
+        "portable error": demand(error(portable, right), 6e-3, "portable dense prefill"),
         "us": timed([lambda: kernel.attend_prefill(BF16, q, *call)]),
+        "portable_us": timed([lambda: kernel.attend_prefill(BF16, q, *call, kernel.PREFILL)]),
         "sdpa_us": timed([dense]),
     }
     return results
+
+
+def maxima(scores: Tensor) -> Tensor | None:
+    """What scoring writes beside the scores of long rows."""
+    group = kernel.group_size(scores.shape[-1])
+    return scores.unflatten(-1, (-1, group)).amax(-1) if group else None
 
 
 def section_select(vllm: Path | None) -> dict[str, Any]:
@@ -482,10 +491,10 @@ def section_select(vllm: Path | None) -> dict[str, Any]:
         seen = torch.full((rows, 1), count, device="cuda")
         for scores in (sets[0], (sets[0] * 2).round() / 2):
             right = ref.select_blocks(scores, seen, 512)
-            same = (kernel.select(BF16, scores, past, new) == right).all().item()
+            same = (kernel.select(BF16, scores, maxima(scores), past, new) == right).all().item()
             demand(0.0 if same else 1.0, 0.5, f"select {rows} x {count}")
         row = {
-            "us": timed([partial(kernel.select, BF16, s, past, new) for s in sets]),
+            "us": timed([partial(kernel.select, BF16, s, maxima(s), past, new) for s in sets]),
             "torch_us": timed([partial(torch.topk, s[:, 0], 512) for s in sets]),
         }
         if theirs is not None:
@@ -512,7 +521,9 @@ def section_score(vllm: Path | None) -> dict[str, Any]:
             keys = pool[number * size : (number + 1) * size].view(rows, count, 128)
             sets.append((randn(rows, 4, 1, 128), keys))
         past, new = int32([count * 4 - 1]).repeat(rows), int32([1]).repeat(rows)
-        got = kernel.score(BF16, *sets[0], past, new)
+        got, tops = kernel.score(BF16, *sets[0], past, new)
+        if tops is not None:
+            demand(0.0 if torch.equal(tops, maxima(got)) else 1.0, 0.5, "maxima")
         right = ref.block_scores(sets[0][0][:1], sets[0][1][:1])
         row = {
             "input_sets": len(sets),
@@ -543,7 +554,7 @@ def section_score(vllm: Path | None) -> dict[str, Any]:
         results[f"{rows} x {count}"] = row
     q, keys = randn(1, 4, 2048, 128), pool[: 8192 * 128].view(1, 8192, 128)
     past, new = int32([CONTEXT - 2048]), int32([2048])
-    got, right = kernel.score(BF16, q, keys, past, new), ref.block_scores(q, keys)
+    got, right = kernel.score(BF16, q, keys, past, new)[0], ref.block_scores(q, keys)
     seen = (past + torch.arange(2048, device="cuda") + 1)[:, None] // 4
     mask = torch.arange(8192, device="cuda") < seen
     results["prefill 2048 x 8192"] = {
@@ -570,9 +581,36 @@ def neighbours(rows: int, count: int, share: float) -> Tensor:
     return torch.stack(out).to(torch.int32)[None]
 
 
+def prefill_borders() -> dict[str, Any]:
+    """Both prefill paths where chunks cross the budget, end early or are empty."""
+    steps, context = 301, 8192
+    past, new = int32([0, 1900, 2047, 6000, 500]), int32([301, 300, 301, 7, 0])
+    slots = len(past)
+    key, value = caches(slots, context)
+    position = past[:, None] + torch.arange(steps, device="cuda", dtype=torch.int32)
+    position = torch.where(torch.arange(steps, device="cuda") < new[:, None], position, -1)
+    for slot in range(slots):
+        # What was not written yet must not matter.
+        key[slot, :, int(past[slot] + new[slot]) :] = float("nan")
+        value[slot, :, int(past[slot] + new[slot]) :] = float("nan")
+    scores = torch.rand(slots, steps, context // 4, device="cuda")
+    blocks = ref.select_blocks(scores, (position + 1) // 4, 512)
+    tokens = ref.expand_tokens(blocks.long(), position.long(), 4)
+    q = randn(slots, 24, steps, 256)
+    gate = randn(slots, steps, 6144)
+    finite = (key.nan_to_num(), value.nan_to_num())
+    right = ref.attend(q, *finite, tokens, scale=1 / 16, gate=gate)
+    errors = {}
+    for name, how in (("hopper", None), ("portable", kernel.PREFILL)):
+        got = kernel.attend_prefill(BF16, q, key, value, blocks, past, new, gate, how)
+        errors[name] = demand(error(got, right), 6e-3, f"prefill borders, {name}")
+        demand(got[position < 0].abs().max().item(), 0.0, f"padding rows, {name}")
+    return errors
+
+
 def section_prefill(vllm: Path | None) -> dict[str, Any]:
     """2048 queries of one request at 32k context."""
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"borders": prefill_borders()}
     theirs = None if vllm is None else vllm_modules(vllm)[0]
     key, value = caches(1)
     key8, value8 = to_fp8(key, FP8.k_scale), to_fp8(value, FP8.v_scale)
@@ -597,13 +635,16 @@ def section_prefill(vllm: Path | None) -> dict[str, Any]:
             wide = (key8.float() * FP8.k_scale, value8.float() * FP8.v_scale)
             right = ref.attend(q[:, :, part], *wide, tokens[:, part], **rest)
             worst = max(worst, error(out8[:, part], right))
-        counts, _entries = kernel.unite(BF16, blocks, past, new, kernel.PREFILL.rows, CONTEXT // 4)
+        unite = partial(kernel.unite, BF16, blocks, past, new, plan.HOPPER_ROWS, CONTEXT // 4)
+        portable = kernel.attend_prefill(BF16, q, key, value, *call, kernel.PREFILL)
         row = {
             "error": demand(worst, 6e-3, f"prefill {share}"),
-            "union_per_tile": counts.float().mean().item(),
+            "from portable": demand(error(out, portable), 6e-3, f"prefill {share}, all rows"),
+            "blocks_per_tile": unite()[0].float().mean((0, 1)).tolist(),
             "us": timed([lambda: kernel.attend_prefill(BF16, q, key, value, *call)]),
-            "unite_us": timed(
-                [lambda: kernel.unite(BF16, blocks, past, new, kernel.PREFILL.rows, CONTEXT // 4)]
+            "unite_us": timed([unite]),
+            "portable_us": timed(
+                [lambda: kernel.attend_prefill(BF16, q, key, value, *call, kernel.PREFILL)]
             ),
             "fp8_us": timed([lambda: kernel.attend_prefill(FP8, q, key8, value8, *call)]),
         }

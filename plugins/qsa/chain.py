@@ -36,23 +36,20 @@ def select(site: Site, index_query: Tensor, block_keys: Tensor) -> Tensor:
     g = site.geometry
     # Rows behind the visible ones, to which padding is written, are never chosen from.
     most = site.rows // g.ratio
-    scores = _add(
+    group = kernel.group_size(most)
+    groups = {"group": group} if group else {}
+    scored = _add(
         site,
-        "score",
+        "score_groups" if group else "score",
         {"index_query": index_query, "index_keys": site.net.squeeze(block_keys, [1])},
         query_rows=min(site.steps, kernel.SCORE_ROWS),
         tiles=kernel.score_tiles(site.slots, site.steps, most),
-        **_tiles(Tiles(64, 4, 3)),
-    )["scores"]
-    if most <= kernel.SELECT_WHOLE:
-        chunk = max(32, g.blocks, triton.next_power_of_2(most))
-        warps = kernel.select_warps(chunk)
-        return _add(site, "select", {"scores": scores}, chunk=chunk, warps=warps)["ids"]
-    chunk = max(kernel.SELECT_CHUNK, g.blocks)
-    chunks, warps = triton.cdiv(most, chunk), kernel.select_warps(chunk)
-    found = _add(site, "select_chunk", {"scores": scores}, chunk=chunk, chunks=chunks, warps=warps)
-    warps = kernel.select_warps(chunks * g.blocks)
-    return _add(site, "select_among", found | {"scores": scores}, chunks=chunks, warps=warps)["ids"]
+        **_tiles(kernel.score_tile(group)),
+        **groups,
+    )
+    width = triton.cdiv(most, group) if group else most
+    name = "select_grouped" if group else "select"
+    return _add(site, name, scored, width=width, warps=kernel.select_warps(width), **groups)["ids"]
 
 
 def attend(
@@ -76,11 +73,23 @@ def attend(
 
 def _attend_tiles(site: Site, inputs: dict[str, Tensor], gate: dict[str, Tensor]) -> Tensor:
     """Neighbouring queries read their blocks together where they share enough of them."""
-    how = kernel.PREFILL
+    major, minor = layer.target_of(site.net).split(".")
+    how = kernel.prefill_plan(site.geometry, (int(major), int(minor)))
     words = site.net.shape(inputs["k_cache"])[2] // site.geometry.ratio
     union = _add(site, "unite", {"blocks": inputs["blocks"]}, tile_rows=how.rows, words=words)
     given = inputs | gate | {"counts": union["counts"], "entries": union["entries"]}
     common = {"tile_rows": how.rows, "interleaved_gate": 1}
-    together = _add(site, "attend_tile", given, **common, **_tiles(how.together))["out"]
-    done = given | {"together": together}
-    return _add(site, "attend_apart", done, **common, **_tiles(how.apart))["out"]
+    if how.hopper:
+        return _add(site, "attend_hopper", given, **common)["out"]
+    done = _add(site, "attend_tile", given, **common, **_tiles(how.together))["out"]
+    done = _add(site, "attend_apart", given | {"together": done}, **common, **_tiles(how.apart))[
+        "out"
+    ]
+    return _add(
+        site,
+        "attend_dense",
+        given | {"together": done},
+        lines=how.lines,
+        interleaved_gate=1,
+        **_tiles(how.dense),
+    )["out"]

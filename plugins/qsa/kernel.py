@@ -21,13 +21,11 @@ from plugins.qsa.plan import Geometry, Rotary, Tiles
 from plugins.support.dtypes import BY_TORCH
 from plugins.support.errors import UsageError
 
-# The longest row that one program selects from, and the chunks that longer rows are cut into.
-SELECT_WHOLE = 8192
-SELECT_CHUNK = 4096
+# The longest row that is selected from in one step, and the most groups of a longer one.
+SELECT_WHOLE = 2048
+SELECT_GROUPS = 4096
 # Queries of a slot that one program scores together.
 SCORE_ROWS = 32
-# Multiprocessors of the GPU that the tiles were chosen on.
-PROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class DecodePlan:
 
 
 def decode_plan(
-    g: Geometry, rows: int, processors: int = PROCESSORS, deep: bool = True
+    g: Geometry, rows: int, processors: int = plan.PROCESSORS, deep: bool = True
 ) -> DecodePlan:
     """Tiles and splits for `rows` query rows on a GPU with `processors` multiprocessors.
 
@@ -70,14 +68,31 @@ def decode_plan(
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """How prefill attention is cut: queries per tile, tiles for shared and for single walks."""
+    """How prefill attention is cut.
+
+    Attributes:
+        rows: queries per tile.
+        together, apart: tiles for shared and for single walks.
+        dense: tiles for queries within the budget, and lines per program.
+        hopper: use the kernels for compute capability 9.0 instead, which have their own tiles.
+    """
 
     rows: int
     together: Tiles
     apart: Tiles
+    dense: Tiles
+    lines: int = 64
+    hopper: bool = False
 
 
-PREFILL = PrefillPlan(4, together=Tiles(32, 4, 2), apart=Tiles(64, 2, 2))
+PREFILL = PrefillPlan(4, together=Tiles(32, 4, 2), apart=Tiles(64, 2, 2), dense=Tiles(32, 4, 2))
+
+
+def prefill_plan(g: Geometry, capability: tuple[int, int] | None) -> PrefillPlan:
+    """The plan for a GPU, None in Triton's interpreter."""
+    if capability is not None and plan.fits_hopper(g, capability):
+        return replace(PREFILL, rows=plan.HOPPER_ROWS, hopper=True)
+    return PREFILL
 
 
 def _with_cache(g: Geometry, cache: Tensor) -> Geometry:
@@ -99,62 +114,69 @@ def score_tiles(batch: int, steps: int, count: int) -> int:
     return 4 if batch * count >= 2048 * 64 else 1
 
 
+def group_size(count: int) -> int:
+    """Blocks per group of rows of `count` blocks; 0 where selection needs no groups."""
+    if count <= SELECT_WHOLE:
+        return 0
+    return max(4, triton.next_power_of_2(triton.cdiv(count, SELECT_GROUPS)))
+
+
+def score_tile(group: int) -> Tiles:
+    """Block keys per step of the scoring kernel: whole groups."""
+    return Tiles(max(64, group), 4, 3)
+
+
 def score(
     g: Geometry, index_query: Tensor, index_keys: Tensor, past: Tensor, new: Tensor
-) -> Tensor:
-    """Index scores float32 [B, S, NB]; blocks that a query does not see hold arbitrary values.
+) -> tuple[Tensor, Tensor | None]:
+    """Index scores float32 [B, S, NB] and the largest one of each group [B, S, groups].
 
+    Both are padded to a multiple of 4. Blocks that a query does not see have arbitrary scores.
+    Short rows have no groups: None.
     index_query [B, Hi, S, Di], index_keys [B, NB, Di].
     """
     batch, _, steps, _ = index_query.shape
     count = index_keys.shape[1]
-    scores = torch.empty((batch, steps, count), dtype=torch.float32, device=index_query.device)
-    spec = plan.score_blocks(g, min(steps, SCORE_ROWS), Tiles(64, 4, 3))
+    group = group_size(count)
+    tensors = {"index_query": index_query, "index_keys": index_keys, "past": past, "new": new}
+    widths = {"scores": count}
+    if group:
+        widths["maxima"] = triton.cdiv(count, group)
+    for name, width in widths.items():
+        shape = (batch, steps, plan.padded(width))
+        tensors[name] = index_query.new_empty(shape, dtype=torch.float32)
+    spec = plan.score_blocks(g, min(steps, SCORE_ROWS), score_tile(group), group)
     tiles = score_tiles(batch, steps, count)
-    spec.launch(
-        {
-            "index_query": index_query,
-            "index_keys": index_keys,
-            "past": past,
-            "new": new,
-            "scores": scores,
-        },
-        {"S": steps, "NB": count, "tiles": tiles, "batch": batch},
-    )
-    return scores
+    spec.launch(tensors, {"S": steps, "NB": count, "tiles": tiles, "batch": batch})
+    return tensors["scores"], tensors.get("maxima")
+
+
+def select_spec(g: Geometry, count: int) -> KernelSpec:
+    """The kernel that selects from rows of `count` blocks."""
+    group = group_size(count)
+    if group:
+        width = triton.cdiv(count, group)
+        return plan.select_grouped(g, width, group, select_warps(width))
+    return plan.select_row(g, count, select_warps(count))
 
 
 def select_warps(width: int) -> int:
-    """Warps for selecting among `width` elements: 16 elements per thread, within reason."""
-    return max(1, min(16, triton.next_power_of_2(width) // 512))
+    """Warps for selecting among `width` elements: 8 elements per thread, within reason."""
+    return max(1, min(16, triton.next_power_of_2(width) // 256))
 
 
-def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
+def select(g: Geometry, scores: Tensor, maxima: Tensor | None, past: Tensor, new: Tensor) -> Tensor:
     """Ids of the best visible blocks, int32 [B, S, K], ascending, -1 behind the last.
 
-    Equal scores: the lower id is kept.
+    Equal scores: the lower id is kept. scores and maxima as `score` gives them.
     """
     batch, steps, count = scores.shape
-    rows = batch * steps
-    call = {"scores": scores, "past": past, "new": new}
-    ids = torch.empty((batch, steps, g.blocks), dtype=torch.int32, device=scores.device)
-    if count <= SELECT_WHOLE:
-        chunk = max(32, g.blocks, triton.next_power_of_2(count))
-        spec = plan.select_row(g, chunk, warps=select_warps(chunk))
-        spec.launch({**call, "ids": ids}, {"S": steps, "NB": count, "rows": rows})
-        return ids
-    chunk = max(SELECT_CHUNK, g.blocks)
-    chunks = triton.cdiv(count, chunk)
-    candidates = torch.empty((rows, chunks, g.blocks), dtype=torch.int32, device=scores.device)
-    plan.select_chunk(g, chunk, warps=select_warps(chunk)).launch(
-        {**call, "candidates": candidates},
-        {"S": steps, "NB": count, "chunks": chunks, "rows": rows},
-    )
-    plan.select_among(g, chunks, warps=select_warps(chunks * g.blocks)).launch(
-        {"scores": scores, "candidates": candidates, "ids": ids},
-        {"NB": count, "width": chunks * g.blocks, "rows": rows},
-    )
-    return ids
+    tensors = {"scores": scores, "past": past, "new": new}
+    if maxima is not None:
+        tensors["maxima"] = maxima
+    tensors["ids"] = torch.empty((batch, steps, g.blocks), dtype=torch.int32, device=scores.device)
+    select_spec(g, count).launch(tensors, {"S": steps, "NB": count, "rows": batch * steps})
+    return tensors["ids"]
 
 
 def attend_decode(
@@ -229,14 +251,15 @@ def unite(
         count: block keys per slot (NB).
 
     Returns:
-        int32 counts [B, tiles] and entries [B, tiles, rows * K]; an entry is block id * 2^rows
-        plus one bit per query that keeps it.
+        int32 counts [B, tiles, 3] and entries [B, tiles, 3, rows / 2 * K]: blocks that only the
+        first half of a tile's queries keeps, only the second half, both. An entry is block id
+        * 2^rows plus one bit per query that keeps it. Queries within the budget keep none here.
     """
     batch, steps, _ = blocks.shape
     tiles = triton.cdiv(steps, rows)
     device = blocks.device
-    counts = torch.empty((batch, tiles), dtype=torch.int32, device=device)
-    entries = torch.empty((batch, tiles, rows * g.blocks), dtype=torch.int32, device=device)
+    counts = torch.empty((batch, tiles, 3), dtype=torch.int32, device=device)
+    entries = torch.empty((batch, tiles, 3, rows // 2 * g.blocks), dtype=torch.int32, device=device)
     marks = torch.empty((batch, tiles, count), dtype=torch.int32, device=device)
     plan.unite_blocks(g, rows).launch(
         {
@@ -265,14 +288,17 @@ def attend_prefill(
 ) -> Tensor:
     """The same as `attend_decode`, with neighbouring queries reading their blocks together.
 
-    Not over float8 caches: converting them costs more than reading them, so every query reads its
-    own blocks.
+    Queries whose whole context fits in the budget get causal attention over it; their `blocks` are
+    not read. Not over float8 caches: converting them costs more than reading them, so every query
+    reads its own blocks.
     """
     g = _with_cache(g, key_cache)
     if g.fp8 and how is None:
         return attend_decode(g, query, key_cache, value_cache, blocks, past, new, gate)
     batch, heads, steps, width = query.shape
-    how = how or PREFILL
+    if how is None:
+        on_gpu = query.is_cuda
+        how = prefill_plan(g, torch.cuda.get_device_capability(query.device) if on_gpu else None)
     rows = how.rows
     counts, entries = unite(g, blocks, past, new, rows, key_cache.shape[2] // g.ratio)
     out = query.new_empty((batch, steps, heads * width))
@@ -290,8 +316,12 @@ def attend_prefill(
     }
     values = {"S": steps, "C": key_cache.shape[2], "batch": batch, "rows": batch * steps}
     interleaved = gate.shape[-1] == 2 * heads * width
+    if how.hopper:
+        plan.attend_hopper(g, rows, interleaved).launch(tensors, values)
+        return out
     plan.attend_tile(g, rows, how.together, interleaved).launch(tensors, values)
     plan.attend_apart(g, rows, how.apart, interleaved).launch(tensors, values)
+    plan.attend_dense(g, how.lines, how.dense, interleaved).launch(tensors, values)
     return out
 
 

@@ -6,7 +6,7 @@ every GPU. Everything here is a function of the geometry and of sizes known at b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from plugins.aot.spec import Argument, KernelSpec, ceil_div
 from plugins.qsa.geometry import Geometry as Geometry
-from plugins.qsa.kernels import attention, index, prefill, select
+from plugins.qsa.kernels import attention, dense, index, prefill, select
 from plugins.qsa.kernels import prepare as preparing
 
 
@@ -38,6 +38,11 @@ def dot_type(geometry: Geometry) -> Any:
 def _power(value: int, least: int) -> int:
     return max(least, triton.next_power_of_2(value))
 
+
+# Multiprocessors of the GPU that the tiles were chosen on.
+PROCESSORS = 132
+# Queries per tile of the prefill kernel for compute capability 9.0.
+HOPPER_ROWS = 8
 
 _CALL = (Argument("past", "int32"), Argument("new", "int32"))
 
@@ -165,21 +170,33 @@ def merge_splits(
     )
 
 
-def score_blocks(g: Geometry, rows: int, tiles: Tiles) -> KernelSpec:
-    """Index scores for tiles of `rows` queries of a slot. Grid names: S, NB, tiles, batch."""
+def padded(count: Any) -> Any:
+    """Length of a row of `count` scores, see `index.padded`."""
+    return ceil_div(count, 4) * 4
+
+
+def score_blocks(g: Geometry, rows: int, tiles: Tiles, group: int = 0) -> KernelSpec:
+    """Index scores for tiles of `rows` queries of a slot. Grid names: S, NB, tiles, batch.
+
+    With `group`, a power of two that divides the tile's columns, also the largest visible score of
+    every `group` neighbouring blocks.
+    """
     tile_rows = _power(rows, _power(16 // _power(g.index_heads, 1), 1))
     return KernelSpec(
         name="qsa_score",
-        function=index.score_blocks,
+        function=index.score_groups if group else index.score_blocks,
         inputs=(Argument("index_query", g.dtype), Argument("index_keys", g.dtype), *_CALL),
         scalars=("S", "NB", "tiles"),
-        outputs=(Argument("scores", "float32"),),
+        outputs=tuple(
+            Argument(name, "float32") for name in (("scores", "maxima") if group else ("scores",))
+        ),
         constants={
             "RATIO": g.ratio,
             "HI": g.index_heads,
             "DI": g.index_width,
             "ROWS": tile_rows,
             "BLOCKS": tiles.columns,
+            **({"GROUP": group} if group else {}),
             "SCALE": g.index_width**-0.5,
             "DOT": tl.float32 if triton.knobs.runtime.interpret else getattr(tl, g.dtype),
             "STAGES": tiles.stages,
@@ -194,53 +211,49 @@ def score_blocks(g: Geometry, rows: int, tiles: Tiles) -> KernelSpec:
     )
 
 
-_SELECT_INPUTS = (Argument("scores", "float32"), *_CALL)
-
-
-def select_row(g: Geometry, chunk: int, warps: int) -> KernelSpec:
-    """Top blocks of rows of at most `chunk` blocks. Grid names: rows."""
+def select_row(g: Geometry, width: int, warps: int, log2_bins: int = 8) -> KernelSpec:
+    """Top blocks of rows of at most `width` blocks. Grid names: rows."""
     return KernelSpec(
         name="qsa_select",
         function=select.select_row,
-        inputs=_SELECT_INPUTS,
+        inputs=(Argument("scores", "float32"), *_CALL),
         scalars=("S", "NB"),
         outputs=(Argument("ids", "int32"),),
-        constants={"K": g.blocks, "RATIO": g.ratio, "CHUNK": chunk},
+        constants={
+            "K": g.blocks,
+            "RATIO": g.ratio,
+            "N": _power(width, g.blocks),
+            "LOG2_BINS": log2_bins,
+        },
         grid=lambda v: (v["rows"],),
         warps=warps,
     )
 
 
-def select_chunk(g: Geometry, chunk: int, warps: int) -> KernelSpec:
-    """Top blocks of every chunk of `chunk` blocks. Grid names: rows, chunks."""
+def select_grouped(
+    g: Geometry, width: int, group: int, warps: int, log2_bins: int = 8
+) -> KernelSpec:
+    """Top blocks of rows of at most `width` groups of `group` blocks. Grid names: rows."""
     return KernelSpec(
-        name="qsa_select_chunk",
-        function=select.select_chunk,
-        inputs=_SELECT_INPUTS,
-        scalars=("S", "NB", "chunks"),
-        outputs=(Argument("candidates", "int32"),),
-        constants={"K": g.blocks, "RATIO": g.ratio, "CHUNK": chunk},
-        grid=lambda v: (v["rows"], v["chunks"]),
-        warps=warps,
-    )
-
-
-def select_among(g: Geometry, most_chunks: int, warps: int) -> KernelSpec:
-    """Top blocks among the winners of up to `most_chunks` chunks. Grid names: rows."""
-    return KernelSpec(
-        name="qsa_select_among",
-        function=select.select_among,
-        inputs=(Argument("scores", "float32"), Argument("candidates", "int32")),
-        scalars=("NB", "width"),
+        name="qsa_select_grouped",
+        function=select.select_grouped,
+        inputs=(Argument("scores", "float32"), Argument("maxima", "float32"), *_CALL),
+        scalars=("S", "NB"),
         outputs=(Argument("ids", "int32"),),
-        constants={"K": g.blocks, "WIDTH": _power(most_chunks * g.blocks, 1)},
+        constants={
+            "K": g.blocks,
+            "RATIO": g.ratio,
+            "GROUP": group,
+            "N": _power(width, g.blocks),
+            "LOG2_BINS": log2_bins,
+        },
         grid=lambda v: (v["rows"],),
         warps=warps,
     )
 
 
-def unite_blocks(g: Geometry, rows: int, words: int = 2048) -> KernelSpec:
-    """Union of the blocks of tiles of `rows` queries. Grid names: S, batch."""
+def unite_blocks(g: Geometry, rows: int, words: int = 2048, warps: int = 4) -> KernelSpec:
+    """Union of the blocks of tiles of `rows` queries, an even number. Grid names: S, batch."""
     return KernelSpec(
         name="qsa_unite",
         function=prefill.unite_blocks,
@@ -259,7 +272,7 @@ def unite_blocks(g: Geometry, rows: int, words: int = 2048) -> KernelSpec:
             "WORDS": words,
         },
         grid=lambda v: (ceil_div(v["S"], rows), v["batch"]),
-        warps=4,
+        warps=warps,
     )
 
 
@@ -303,6 +316,89 @@ def attend_tile(g: Geometry, rows: int, tiles: Tiles, interleaved_gate: bool = F
         outputs=(Argument("out", g.dtype),),
         constants=_prefill_constants(g, rows, rows, tiles, interleaved_gate),
         grid=lambda v: (ceil_div(v["S"], rows), g.kv_heads, v["batch"]),
+        warps=tiles.warps,
+        registers=tiles.registers,
+    )
+
+
+def fits_hopper(g: Geometry, capability: tuple[int, int]) -> bool:
+    """Whether the kernels for compute capability 9.0 do this geometry on that device."""
+    return (
+        not triton.knobs.runtime.interpret
+        and capability[0] == 9
+        and (g.dtype, g.cache_dtype) == ("bfloat16", "bfloat16")
+        and g.width == 256
+        and g.ratio == 4
+        and HOPPER_ROWS // 2 * g.heads // g.kv_heads <= 64
+    )
+
+
+def attend_hopper(g: Geometry, rows: int, interleaved_gate: bool = False) -> KernelSpec:
+    """`attend_tile` and `attend_dense` for compute capability 9.0 in one launch, without a limit.
+    Grid names: S, batch.
+    """
+    from plugins.qsa.kernels import hopper
+
+    group = g.heads // g.kv_heads
+    tile = attend_tile(g, rows, Tiles(16, 4, 1), interleaved_gate)
+    return replace(
+        tile,
+        name="qsa_attend_hopper",
+        function=hopper.attend,
+        scalars=(*tile.scalars, "batch"),
+        constants={
+            **_head_constants(g),
+            "ROWS": rows,
+            **_output_constants(g, interleaved_gate),
+            "PROCESSORS": PROCESSORS,
+        },
+        grid=lambda v: (
+            (ceil_div(v["S"] * group, 128) + ceil_div(v["S"], rows)) * g.kv_heads * v["batch"],
+        ),
+    )
+
+
+def _head_constants(g: Geometry) -> dict[str, Any]:
+    return {"K": g.blocks, "RATIO": g.ratio, "HQ": g.heads, "HK": g.kv_heads}
+
+
+def _output_constants(g: Geometry, interleaved_gate: bool) -> dict[str, Any]:
+    return {
+        "SCALE": g.width**-0.5 * g.k_scale,
+        "V_SCALE": g.v_scale,
+        **_gate_constants(g, interleaved_gate),
+    }
+
+
+def attend_dense(
+    g: Geometry, lines: int, tiles: Tiles, interleaved_gate: bool = False
+) -> KernelSpec:
+    """Causal attention of queries within the budget, in tiles of `lines` lines, a line being a
+    query of a head. Grid names: S, batch.
+    """
+    group = g.heads // g.kv_heads
+    return KernelSpec(
+        name="qsa_attend_dense",
+        function=dense.attend_dense,
+        inputs=(
+            *_attention_inputs(g)[:3],
+            *_CALL,
+            Argument("gate", g.dtype),
+            Argument("together", g.dtype),
+        ),
+        scalars=("S", "C"),
+        outputs=(Argument("out", g.dtype),),
+        aliases={"out": "together"},
+        constants={
+            **_head_constants(g),
+            "D": g.width,
+            "M": lines,
+            "TOKENS": tiles.columns,
+            **_output_constants(g, interleaved_gate),
+            "DOT": dot_type(g),
+            "STAGES": tiles.stages,
+        },
+        grid=lambda v: (ceil_div(v["S"] * group, lines), g.kv_heads, v["batch"]),
         warps=tiles.warps,
         registers=tiles.registers,
     )

@@ -1,8 +1,9 @@
 """QSA as plugin layers of full TensorRT, one per kernel.
 
 A generation step runs prepare, score, select and one of attend (many rows) or attend_split and
-merge (few rows); a context step runs prepare, score, select, unite, attend_tile, attend_apart.
-Long rows use select_chunk and select_among instead of select.
+merge (few rows); a context step runs prepare, score, select, unite, attend_tile, attend_apart and
+attend_dense, or attend_hopper instead of these three where `plan.fits_hopper` says so. Long rows
+use score_groups and select_grouped instead of score and select.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from plugins.aot.quick import Attributes, Operation, Shapes
-from plugins.aot.spec import ceil_div
+from plugins.aot.spec import KernelSpec, ceil_div
 from plugins.qsa import plan
 from plugins.qsa.plan import Geometry, Rotary, Tiles
 
@@ -111,65 +112,60 @@ def _prepare() -> Operation:
     return _operation("prepare", spec, outputs, values, extra, example)
 
 
-def _score() -> Operation:
-    return _operation(
-        "score",
-        lambda a: plan.score_blocks(_geometry(a), a["query_rows"], _tiles(a)),
-        lambda s, a: {"scores": (s["index_query"][0], s["index_query"][2], s["index_keys"][1])},
-        lambda s, a: {
-            "S": s["index_query"][2],
-            "NB": s["index_keys"][1],
-            "tiles": a["tiles"],
-            "batch": s["index_query"][0],
-        },
-        {"query_rows": int, "tiles": int, **_TILES},
-        {"query_rows": 4, "tiles": 4, **_TILE_EXAMPLE, "columns": 64},
-    )
+def _scores() -> list[Operation]:
+    extra = {"query_rows": int, "tiles": int, **_TILES}
+    example = {"query_rows": 4, "tiles": 4, **_TILE_EXAMPLE, "columns": 64}
 
+    def sizes(shapes: Shapes, a: Attributes) -> dict[str, Any]:
+        batch, _, steps, _ = shapes["index_query"]
+        count = shapes["index_keys"][1]
+        return {"S": steps, "NB": count, "tiles": a["tiles"], "batch": batch}
 
-def _scored(shapes: Shapes, a: Attributes) -> dict[str, Any]:
-    scores = shapes["scores"]
-    chunks = a.get("chunks", 1)
-    return {
-        "S": scores[1],
-        "NB": scores[2],
-        "chunks": chunks,
-        "width": chunks * a["layer_blocks"],
-        "rows": scores[0] * scores[1],
-    }
+    def scores(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
+        batch, _, steps, _ = shapes["index_query"]
+        count = shapes["index_keys"][1]
+        made = {"scores": (batch, steps, plan.padded(count))}
+        if "group" in a:
+            made["maxima"] = (batch, steps, plan.padded(ceil_div(count, a["group"])))
+        return made
 
+    def spec(a: Attributes) -> KernelSpec:
+        return plan.score_blocks(_geometry(a), a["query_rows"], _tiles(a), a.get("group", 0))
 
-def _selected(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
-    return {"ids": (shapes["scores"][0], shapes["scores"][1], a["layer_blocks"])}
+    return [
+        _operation("score", spec, scores, sizes, extra, example),
+        _operation(
+            "score_groups", spec, scores, sizes, {**extra, "group": int}, {**example, "group": 8}
+        ),
+    ]
 
 
 def _selections() -> list[Operation]:
+    def sizes(shapes: Shapes, a: Attributes) -> dict[str, Any]:
+        batch, steps, count = shapes["scores"]
+        return {"S": steps, "NB": count, "rows": batch * steps}
+
+    def ids(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
+        return {"ids": (*shapes["scores"][:2], a["layer_blocks"])}
+
+    extra = {"width": int, "warps": int}
+    example = {"width": 8192, "warps": 16}
     return [
         _operation(
             "select",
-            lambda a: plan.select_row(_geometry(a), a["chunk"], a["warps"]),
-            _selected,
-            _scored,
-            {"chunk": int, "warps": int},
-            {"chunk": 8192, "warps": 16},
+            lambda a: plan.select_row(_geometry(a), a["width"], a["warps"]),
+            ids,
+            sizes,
+            extra,
+            example,
         ),
         _operation(
-            "select_chunk",
-            lambda a: plan.select_chunk(_geometry(a), a["chunk"], a["warps"]),
-            lambda s, a: {
-                "candidates": (s["scores"][0], s["scores"][1], a["chunks"], a["layer_blocks"])
-            },
-            _scored,
-            {"chunk": int, "chunks": int, "warps": int},
-            {"chunk": 8192, "chunks": 8, "warps": 16},
-        ),
-        _operation(
-            "select_among",
-            lambda a: plan.select_among(_geometry(a), a["chunks"], a["warps"]),
-            _selected,
-            _scored,
-            {"chunks": int, "warps": int},
-            {"chunks": 8, "warps": 8},
+            "select_grouped",
+            lambda a: plan.select_grouped(_geometry(a), a["width"], a["group"], a["warps"]),
+            ids,
+            sizes,
+            {**extra, "group": int},
+            {**example, "group": 8},
         ),
     ]
 
@@ -221,15 +217,16 @@ def _decode() -> list[Operation]:
 
 
 def _prefill() -> list[Operation]:
-    extra = {"tile_rows": int, "interleaved_gate": int, **_TILES}
+    gate: dict[str, type] = {"interleaved_gate": int}
+    rows = {"tile_rows": int, **gate, **_TILES}
     example = {"tile_rows": 4, "interleaved_gate": 0, **_TILE_EXAMPLE}
 
     def united(shapes: Shapes, a: Attributes) -> dict[str, tuple[Any, ...]]:
         batch, steps = shapes["blocks"][0], shapes["blocks"][1]
         tiles = ceil_div(steps, a["tile_rows"])
         return {
-            "counts": (batch, tiles),
-            "entries": (batch, tiles, a["tile_rows"] * a["layer_blocks"]),
+            "counts": (batch, tiles, 3),
+            "entries": (batch, tiles, 3, a["tile_rows"] // 2 * a["layer_blocks"]),
             "marks": (batch, tiles, a["words"]),
         }
 
@@ -253,7 +250,7 @@ def _prefill() -> list[Operation]:
             ),
             _attended,
             _query_sizes,
-            extra,
+            rows,
             example,
         ),
         _operation(
@@ -263,15 +260,33 @@ def _prefill() -> list[Operation]:
             ),
             lambda s, a: {},
             _query_sizes,
-            extra,
+            rows,
             example,
+        ),
+        _operation(
+            "attend_dense",
+            lambda a: plan.attend_dense(
+                _geometry(a), a["lines"], _tiles(a), bool(a["interleaved_gate"])
+            ),
+            lambda s, a: {},
+            _query_sizes,
+            {"lines": int, **gate, **_TILES},
+            {"lines": 64, "interleaved_gate": 0, **_TILE_EXAMPLE},
+        ),
+        _operation(
+            "attend_hopper",
+            lambda a: plan.attend_hopper(_geometry(a), a["tile_rows"], bool(a["interleaved_gate"])),
+            _attended,
+            _query_sizes,
+            {"tile_rows": int, **gate},
+            {"tile_rows": 8, "interleaved_gate": 0},
         ),
     ]
 
 
 OPERATIONS: tuple[Operation, ...] = (
     _prepare(),
-    _score(),
+    *_scores(),
     *_selections(),
     *_decode(),
     *_prefill(),

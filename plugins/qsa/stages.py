@@ -36,7 +36,11 @@ def _visible(t: Tensors, steps: int, ratio: int) -> Tensor:
 
 def score(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     """Scores of every block, also of those that a query does not see."""
-    return {"scores": reference.block_scores(t["index_query"], t["index_keys"])}
+    return {"scores": _padded(reference.block_scores(t["index_query"], t["index_keys"]), 4)}
+
+
+def _padded(scores: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(scores, (0, -scores.shape[-1] % multiple))
 
 
 def select(t: Tensors, a: Attributes) -> dict[str, Tensor]:
@@ -45,30 +49,29 @@ def select(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     return {"ids": reference.select_blocks(t["scores"], visible, a["layer_blocks"])}
 
 
-def select_chunk(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """The best visible blocks of every run of `chunk` blocks."""
-    scores, size = t["scores"], a["chunk"]
+def score_groups(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """The same, and the largest visible score of every group of blocks."""
+    scores = score(t, a)["scores"]
+    count, group = scores.shape[-1], a["group"]
     visible = _visible(t, scores.shape[1], a["layer_ratio"])
-    parts = []
-    for index in range(a["chunks"]):
-        first = index * size
-        ids = reference.select_blocks(
-            scores[..., first : first + size], (visible - first).clamp(0, size), a["layer_blocks"]
-        )
-        parts.append(torch.where(ids < 0, -1, ids + first))
-    return {"candidates": torch.stack(parts, 2)}
+    seen = torch.arange(count, device=scores.device) < visible[..., None]
+    grouped = _padded(scores.masked_fill(~seen, 0.0), group).unflatten(-1, (-1, group))
+    return {"scores": scores, "maxima": _padded(grouped.amax(-1), 4)}
 
 
-def select_among(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """The best of the candidates; they come in ascending order, unused ones in between."""
-    candidates = t["candidates"].flatten(2)
-    known = t["scores"].gather(2, candidates.clamp_min(0).long())
-    known = known.masked_fill(candidates < 0, float("-inf"))
-    order = known.sort(dim=-1, descending=True, stable=True).indices[..., : a["layer_blocks"]]
-    last = torch.iinfo(torch.int32).max
-    ids = candidates.gather(2, order)
-    ids = torch.where(ids < 0, last, ids).sort(dim=-1).values
-    return {"ids": torch.where(ids == last, -1, ids)}
+def select_grouped(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """The best visible blocks of the best groups."""
+    scores, group, kept = t["scores"], a["group"], a["layer_blocks"]
+    count = scores.shape[-1]
+    visible = _visible(t, scores.shape[1], a["layer_ratio"])
+    groups = reference.select_blocks(t["maxima"], (visible + group - 1) // group, kept)
+    inside = torch.arange(group, device=scores.device)
+    blocks = torch.where(groups[..., None] < 0, -1, groups[..., None] * group + inside).flatten(2)
+    known = (blocks >= 0) & (blocks < visible[..., None])
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    # Unused entries repeat the first one, which is always there where any is.
+    chosen.scatter_(2, torch.where(known, blocks, blocks[..., :1]).clamp(0, count - 1).long(), True)
+    return {"ids": reference.select_blocks(scores.masked_fill(~chosen, -1.0), visible, kept)}
 
 
 def _gate(t: Tensors, a: Attributes) -> Tensor:
@@ -125,13 +128,20 @@ def merge(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     return {"out": _gated(t, a, joined.unflatten(0, t["gate"].shape[:2]))}
 
 
+def _sparse(t: Tensors, a: Attributes, steps: int) -> Tensor:
+    """Queries that see more blocks than they keep, bool [B, S]; for the others it is dense."""
+    return _visible(t, steps, a["layer_ratio"]) > a["layer_blocks"]
+
+
 def unite(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """Per tile of neighbouring queries each of their blocks once, with a bit per query."""
+    """Per tile of neighbouring queries each of their blocks once, with a bit per query.
+
+    Three runs per tile: blocks of its first half's queries only, of its second half's, of both.
+    """
     rows, words, blocks = a["tile_rows"], a["words"], t["blocks"]
     batch, steps, kept = blocks.shape
     tiles = -(-steps // rows)
-    real = _positions(t, steps)[..., None] >= 0
-    blocks = torch.where(real, blocks, -1)
+    blocks = torch.where(_sparse(t, a, steps)[..., None], blocks, -1)
     blocks = torch.nn.functional.pad(blocks, (0, 0, 0, tiles * rows - steps), value=-1)
     blocks = blocks.unflatten(1, (tiles, rows)).long()
     # One more word for the unused entries.
@@ -141,32 +151,44 @@ def unite(t: Tensors, a: Attributes) -> dict[str, Tensor]:
         bit = torch.full_like(chosen, 1 << row, dtype=torch.int32)
         marks.scatter_add_(2, torch.where(chosen < 0, words, chosen), bit)
     marks = marks[..., :words]
-    first = (marks == 0).to(torch.int32).sort(dim=-1, stable=True).indices[..., : rows * kept]
-    entries = (first << rows | marks.gather(2, first)).to(torch.int32)
-    entries = torch.nn.functional.pad(entries, (0, rows * kept - entries.shape[-1]))
-    return {"counts": (marks != 0).sum(-1).to(torch.int32), "entries": entries, "marks": marks}
+    half = rows // 2
+    first, second = marks % (1 << half) != 0, marks >> half != 0
+    members = torch.stack([first & ~second, second & ~first, first & second], 2)
+    width = half * kept
+    order = (~members).to(torch.int32).sort(dim=-1, stable=True).indices[..., :width]
+    words_of = marks[:, :, None].expand(-1, -1, 3, -1).gather(3, order)
+    entries = (order << rows | words_of).to(torch.int32)
+    entries = torch.nn.functional.pad(entries, (0, width - entries.shape[-1]))
+    return {"counts": members.sum(-1).to(torch.int32), "entries": entries, "marks": marks}
 
 
 def _together(t: Tensors, a: Attributes) -> Tensor:
     """Which queries belong to a tile that is walked together: bool [B, S, 1]."""
     limit = plan.union_limit(_geometry(a), a["tile_rows"])
     steps = t["q"].shape[2]
-    return (t["counts"] <= limit).repeat_interleave(a["tile_rows"], 1)[:, :steps, None]
+    short = t["counts"].sum(-1) <= limit
+    return short.repeat_interleave(a["tile_rows"], 1)[:, :steps, None]
 
 
 def _geometry(a: Attributes) -> Geometry:
     return Geometry(**{name[6:]: value for name, value in a.items() if name.startswith("layer_")})
 
 
-def attend_tile(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """Attention of the tiles whose union is short; zeros elsewhere."""
+def _united(t: Tensors, a: Attributes) -> Tensor:
+    """Attention over what the lists of `unite` hold."""
     rows, steps = a["tile_rows"], t["q"].shape[2]
     entries = t["entries"]
     listed = torch.arange(entries.shape[-1], device=entries.device) < t["counts"][..., None]
+    entries, listed = entries.flatten(2), listed.flatten(2)
     bits = torch.arange(rows, device=entries.device, dtype=torch.int32)[:, None]
     mine = listed[:, :, None] & ((entries[:, :, None] >> bits) & 1 != 0)
     blocks = torch.where(mine, entries[:, :, None] >> rows, -1).flatten(1, 2)[:, :steps]
-    out = _gated(t, a, _part(t, a, blocks)[0])
+    return _gated(t, a, _part(t, a, blocks)[0])
+
+
+def attend_tile(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """Attention of the tiles whose union is short; zeros elsewhere."""
+    out = _united(t, a)
     return {"out": torch.where(_together(t, a), out, torch.zeros_like(out))}
 
 
@@ -177,11 +199,32 @@ def attend_apart(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     return {}
 
 
+def _dense(t: Tensors, a: Attributes, out: Tensor) -> Tensor:
+    """`out`, with causal attention for the queries within the budget."""
+    steps = t["q"].shape[2]
+    positions = _positions(t, steps)
+    tokens = torch.arange(t["k_cache"].shape[2], device=out.device, dtype=torch.int32)
+    tokens = torch.where(tokens <= positions[..., None], tokens, -1)
+    within = (positions >= 0) & ~_sparse(t, a, steps)
+    return torch.where(within[..., None], _gated(t, a, _over(t, a, tokens)[0]), out)
+
+
+def attend_dense(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """Causal attention of the queries within the budget, added to what others made."""
+    t["together"].copy_(_dense(t, a, t["together"]))
+    return {}
+
+
+def attend_hopper(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """Attention of all tiles."""
+    return {"out": _dense(t, a, _united(t, a))}
+
+
 DEFINITIONS: dict[str, Callable[[Tensors, Attributes], dict[str, Tensor]]] = {
     "score": score,
     "select": select,
-    "select_chunk": select_chunk,
-    "select_among": select_among,
+    "score_groups": score_groups,
+    "select_grouped": select_grouped,
     "attend": attend,
     "attend_split": attend_split,
     "attend_once": attend_split,
@@ -189,4 +232,6 @@ DEFINITIONS: dict[str, Callable[[Tensors, Attributes], dict[str, Tensor]]] = {
     "unite": unite,
     "attend_tile": attend_tile,
     "attend_apart": attend_apart,
+    "attend_dense": attend_dense,
+    "attend_hopper": attend_hopper,
 }

@@ -35,7 +35,8 @@ SLIDING = dsa_plan.Geometry(
     dtype="float32",
 )  # fmt: skip
 # Layers that no chain below has: `prepare` and the draft layer's input are tested against their
-# definitions with the kernels, and `window` is for compute capability 9.0 only.
+# definitions with the kernels; the kernels of `attend_hopper` and `window` are for compute
+# capability 9.0 only.
 ELSEWHERE = {"qsa::prepare", "dsa::window", "mtp::embed_norms", "mtp::rms_norm"}
 
 # An empty slot, a padding slot, lengths around the budget, more than it.
@@ -76,8 +77,8 @@ def chain(
                 assert tuple(made[argument.name].shape) == sizes[argument.name], argument.name
                 assert str(made[argument.name].dtype) == f"torch.{argument.dtype}"
         known |= made
-        # What `attend_apart` updates is what `attend_tile` made.
-        if name == "qsa::attend_tile":
+        # What the later ones update is what `attend_tile` made.
+        if name in ("qsa::attend_tile", "qsa::attend_apart"):
             known["together"] = made["out"]
         if name == "dsa::select_among":
             known |= {
@@ -120,12 +121,12 @@ def test_qsa_scores_and_selection() -> None:
     # The last slot has 71 blocks.
     inputs["past"] = torch.tensor([0, 20, 14, 31, 283], dtype=torch.int32)
     score = qsa("score", query_rows=4, tiles=2, **TILES)
-    whole = every_mixture([score, qsa("select", chunk=128, warps=1)], inputs, "ids")
-    chunks = [
-        qsa("select_chunk", chunk=32, chunks=3, warps=1),
-        qsa("select_among", chunks=3, warps=1),
+    whole = every_mixture([score, qsa("select", width=72, warps=1)], inputs, "ids")
+    grouped = [
+        qsa("score_groups", query_rows=4, tiles=2, group=4, **TILES),
+        qsa("select_grouped", width=18, group=4, warps=1),
     ]
-    assert torch.equal(every_mixture([score, *chunks], inputs, "ids"), whole)
+    assert torch.equal(every_mixture(grouped, inputs, "ids"), whole)
     assert whole[4, 2, -1] > 8
 
 
@@ -136,7 +137,7 @@ def qsa_inputs() -> dict[str, Tensor]:
         q=torch.randn(BATCH, 6, STEPS, 32),
         k_cache=torch.randn(BATCH, 2, 96, 32),
         v_cache=torch.randn(BATCH, 2, 96, 32),
-        blocks=select(call(scores=scores), qsa("select", chunk=32, warps=1)[1])["ids"],
+        blocks=select(call(scores=scores), qsa("select", width=32, warps=1)[1])["ids"],
         gate=torch.randn(BATCH, STEPS, 6 * 64),
     )
 
@@ -155,7 +156,7 @@ def test_qsa_attention() -> None:
     assert (other - whole).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("rows", [2, 4])
 def test_qsa_attention_in_tiles(rows: int) -> None:
     inputs = qsa_inputs()
     # Neighbours that share all blocks, beside those that share few.
@@ -166,11 +167,16 @@ def test_qsa_attention_in_tiles(rows: int) -> None:
         qsa("unite", tile_rows=rows, words=24),
         qsa("attend_tile", **tiled),
         qsa("attend_apart", **tiled),
+        qsa("attend_dense", lines=16, interleaved_gate=1, **TILES),
     ]
     assert (every_mixture(stages, inputs, "out") - whole).abs().max() < 2e-5
-    counts = chain(stages[:1], inputs, [False])["counts"]
+    joined = [stages[0], qsa("attend_hopper", tile_rows=rows, interleaved_gate=1)]
+    for by_kernel in (True, False):
+        found = chain(joined, inputs, [by_kernel, False])["out"]
+        assert (found - whole).abs().max() < 2e-5
+    counts = chain(stages[:1], inputs, [False])["counts"].sum(-1)
     apart = counts > qsa_plan.union_limit(QSA, rows)
-    assert apart.any() and not apart.all()
+    assert apart.any() == (rows == 2) and not apart.all()
 
 
 # -- DSA -------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def _walk(
     low_query,
     high_query,
     blocks,
+    block,
     keys,
     values,
     first_column,
@@ -64,7 +65,7 @@ def _walk(
 
     The queries are [HEADS, D / 2], the low and the high half of the channels: two half as long
     chains of dependent products. Returns the sum [HEADS, D], the maximum and the normalizer
-    [HEADS], in powers of two.
+    [HEADS], in powers of two. block: `_first_blocks` of the first column.
     """
     lanes = tl.arange(0, TOKENS)
     half = tl.arange(0, D // 2)
@@ -74,8 +75,6 @@ def _walk(
     total = tl.zeros((HEADS, D), tl.float32)
     # Block ids run one tile ahead in registers: were they part of the pipeline, its in-order waits
     # would hold back the tiles that are in flight.
-    ahead = (first_column + lanes) // RATIO
-    block = tl.load(blocks + ahead, mask=ahead < kept, other=-1)
     for start in tl.range(first_column, last_column, TOKENS, num_stages=STAGES):
         column = start + lanes
         token, used = _tokens(block, column, kept, visible, position, last_column, RATIO)
@@ -124,6 +123,7 @@ def _walk_fp8(
     even_query,
     odd_query,
     blocks,
+    block,
     keys,
     values,
     first_column,
@@ -152,8 +152,6 @@ def _walk_fp8(
     normalizer = tl.zeros((HEADS,), tl.float32)
     even_total = tl.zeros((HEADS, D // 2), tl.float32)
     odd_total = tl.zeros((HEADS, D // 2), tl.float32)
-    ahead = (first_column + lanes) // RATIO
-    block = tl.load(blocks + ahead, mask=ahead < kept, other=-1)
     for start in tl.range(first_column, last_column, TOKENS, num_stages=STAGES):
         column = start + lanes
         token, used = _tokens(block, column, kept, visible, position, last_column, RATIO)
@@ -188,6 +186,13 @@ def _columns(position, visible, kept, split, splits, RATIO: tl.constexpr, TOKENS
     first = split * run
     last = tl.where(split == splits - 1, columns, tl.minimum(first + run, columns))
     return tl.minimum(first, last), last
+
+
+@triton.jit
+def _first_blocks(blocks, first, kept, RATIO: tl.constexpr, TOKENS: tl.constexpr):
+    """Block ids of the first tile's columns, -1 behind the `kept` ones."""
+    entry = (first + tl.arange(0, TOKENS)) // RATIO
+    return tl.load(blocks + entry, mask=entry < kept, other=-1)
 
 
 @triton.jit
@@ -265,12 +270,17 @@ def attend_split(
     split = tl.program_id(1)
     GROUP: tl.constexpr = HQ // HK
     heads = tl.arange(0, HEADS)
+    mine = blocks + row.to(tl.int64) * K
+    # Where a row begins that keeps the whole budget: read before anything is known about it.
+    likely = split * tl.cdiv(tl.cdiv(K * RATIO, splits), TOKENS) * TOKENS
+    block = _first_blocks(mine, likely, K, RATIO, TOKENS)
     slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
     first, last = _columns(position, visible, kept, split, splits, RATIO, TOKENS)
+    if kept < K:
+        block = _first_blocks(mine, first, kept, RATIO, TOKENS)
     cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
     keys = k_cache + cache_at
     values = v_cache + cache_at
-    mine = blocks + row.to(tl.int64) * K
     at = (split * rows + row).to(tl.int64) * HQ + kv_head * GROUP + heads
     if OVERLAP:
         gdc_launch_dependents()
@@ -278,7 +288,7 @@ def attend_split(
         even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
         odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
         even, odd, maximum, normalizer = _walk_fp8(
-            even_query, odd_query, mine, keys, values, first, last, kept, visible, position,
+            even_query, odd_query, mine, block, keys, values, first, last, kept, visible, position,
             SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
         )  # fmt: skip
         safe = tl.where(normalizer > 0, normalizer, 1.0)
@@ -288,7 +298,7 @@ def attend_split(
         low = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
         high = _load_query(q, slot, step, S, kv_head * GROUP, D // 2, 1, HQ, GROUP, D, HEADS, DOT)
         total, maximum, normalizer = _walk(
-            low, high, mine, keys, values, first, last, kept, visible, position,
+            low, high, mine, block, keys, values, first, last, kept, visible, position,
             SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
         )  # fmt: skip
         safe = tl.where(normalizer > 0, normalizer, 1.0)
@@ -333,18 +343,20 @@ def attend_whole(
     kv_head = tl.program_id(0) % HK
     GROUP: tl.constexpr = HQ // HK
     heads = tl.arange(0, HEADS)
+    mine = blocks + row.to(tl.int64) * K
+    block = _first_blocks(mine, 0, K, RATIO, TOKENS)
     slot, step, position, visible, kept = _row(past, new, row, S, RATIO, K)
+    block = tl.where(tl.arange(0, TOKENS) // RATIO < kept, block, -1)
     last = position + 1 - (visible - kept) * RATIO
     cache_at = (slot * HK + kv_head).to(tl.int64) * C * D
     keys = k_cache + cache_at
     values = v_cache + cache_at
-    mine = blocks + row.to(tl.int64) * K
     at = row.to(tl.int64) * HQ + kv_head * GROUP + heads
     if FP8:
         even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
         odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
         even, odd, _, normalizer = _walk_fp8(
-            even_query, odd_query, mine, keys, values, 0, last, kept, visible, position,
+            even_query, odd_query, mine, block, keys, values, 0, last, kept, visible, position,
             SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
         )  # fmt: skip
         factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)
@@ -354,7 +366,7 @@ def attend_whole(
         low = _load_query(q, slot, step, S, kv_head * GROUP, 0, 1, HQ, GROUP, D, HEADS, DOT)
         high = _load_query(q, slot, step, S, kv_head * GROUP, D // 2, 1, HQ, GROUP, D, HEADS, DOT)
         total, _, normalizer = _walk(
-            low, high, mine, keys, values, 0, last, kept, visible, position,
+            low, high, mine, block, keys, values, 0, last, kept, visible, position,
             SCALE * LOG2_E, RATIO, D, HEADS, TOKENS, DOT, STAGES,
         )  # fmt: skip
         factor = V_SCALE / tl.where(normalizer > 0, normalizer, 1.0)

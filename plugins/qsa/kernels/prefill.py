@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from plugins.qsa.kernels.attention import LOG2_E, LOWEST
+from plugins.qsa.kernels.dense import first_sparse
 
 
 @triton.jit
@@ -36,46 +37,68 @@ def unite_blocks(
 ):
     """Union of the blocks of each tile of ROWS queries. Grid (cdiv(S, ROWS), B).
 
-    blocks int32 [B, S, K]. counts int32 [B, tiles]; entries int32 [B, tiles, ROWS * K]: block id
-    * 2^ROWS + the bits of the queries that keep it, ids ascending. marks int32 [B, tiles, words]
-    is working space of one word per block.
+    blocks int32 [B, S, K]. Three runs per tile: blocks that only the first half of its queries
+    keeps, only the second half, both. counts int32 [B, tiles, 3]; entries int32
+    [B, tiles, 3, ROWS / 2 * K]: block id * 2^ROWS + the bits of the queries that keep it, ids
+    ascending. Queries whose attention is dense keep nothing here. marks int32 [B, tiles, words] is
+    working space of one word per block.
     """
     tile = tl.program_id(0)
     slot = tl.program_id(1)
     place = slot * tl.num_programs(0) + tile
-    mark = marks + place.to(tl.int64) * words
     lanes = tl.arange(0, WORDS)
     first_row = tile * ROWS
-    count = tl.load(new + slot)
     past_length = tl.load(past + slot)
+    count = tl.minimum(tl.load(new + slot), S)
+    sparse = first_sparse(past_length, count, K, RATIO)
     last_row = tl.minimum(first_row + ROWS, count)
-    seen = tl.where(first_row < count, (past_length + last_row) // RATIO, 0)
+    seen = tl.where(last_row > tl.maximum(first_row, sparse), (past_length + last_row) // RATIO, 0)
     seen = tl.minimum(seen, words)
+    if seen == 0:
+        for run in tl.static_range(3):
+            tl.store(counts + place * 3 + run, 0)
+        return
+    mark = marks + place.to(tl.int64) * words
     for start in range(0, seen, WORDS):
         tl.store(mark + start + lanes, 0, mask=start + lanes < seen)
-    tl.debug_barrier()
     row = tl.arange(0, ROWS_PADDED)
     entry = tl.arange(0, K)
     step = first_row + row
-    kept = tl.where(step < count, tl.minimum((past_length + step + 1) // RATIO, K), 0)
+    kept = tl.where((step >= sparse) & (step < count), K, 0)
     live = (row[:, None] < ROWS) & (entry[None, :] < kept[:, None])
     at = (slot.to(tl.int64) * S + step)[:, None] * K + entry[None, :]
     block = tl.load(blocks + at, mask=live, other=-1)
     bit = tl.full((ROWS_PADDED, K), 1, tl.int32) << row[:, None]
     inside = live & (block >= 0) & (block < seen)
+    tl.debug_barrier()
     tl.atomic_or(mark + tl.where(inside, block, 0), bit, mask=inside, sem="relaxed", scope="cta")
     tl.debug_barrier()
-    total = tl.zeros((), tl.int32)
-    out = entries + place.to(tl.int64) * ROWS * K
+    HALF: tl.constexpr = ROWS // 2
+    # Lengths of the three runs, 20 bits each.
+    total = tl.zeros((), tl.int64)
+    one = tl.full((WORDS,), 1, tl.int64)
+    out = entries + place.to(tl.int64) * (3 * HALF * K)
     for start in range(0, seen, WORDS):
         word = start + lanes
         # Atomics wrote the marks past this multiprocessor's cache.
         bits = tl.load(mark + word, mask=word < seen, other=0, cache_modifier=".cg")
-        some = (bits != 0).to(tl.int32)
-        rank = total + tl.cumsum(some, axis=0) - some
-        tl.store(out + rank, (word << ROWS) | bits, mask=some > 0)
-        total += tl.sum(some, axis=0)
-    tl.store(counts + place, total)
+        run = tl.where(bits >> HALF == 0, 0, tl.where(bits % (1 << HALF) == 0, 1, 2))
+        unit = tl.where(bits != 0, one << (run * 20), 0)
+        rank = (total + tl.cumsum(unit, axis=0) - unit) >> (run * 20)
+        rank = (rank & 0xFFFFF).to(tl.int32)
+        tl.store(out + run * (HALF * K) + rank, (word << ROWS) | bits, mask=bits != 0)
+        total += tl.sum(unit, axis=0)
+    for run in tl.static_range(3):
+        tl.store(counts + place * 3 + run, ((total >> (run * 20)) & 0xFFFFF).to(tl.int32))
+
+
+@triton.jit
+def _listed(entry, alone_first, alone_second, RUN: tl.constexpr):
+    """Place of the entry-th entry in a list of three runs of at most RUN entries."""
+    second = entry - alone_first
+    both = second - alone_second
+    place = tl.where(both >= 0, both + 2 * RUN, second + RUN)
+    return tl.where(second >= 0, place, entry)
 
 
 @triton.jit
@@ -96,13 +119,16 @@ def _attend(
     k_cache,
     v_cache,
     list_,
-    listed,
+    alone_first,
+    alone_second,
+    both,
     past_length,
     count,
     gate,
     slot,
     first_step,
     kv_head,
+    sparse,
     S,
     C,
     out,
@@ -112,6 +138,7 @@ def _attend(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BITS: tl.constexpr,
+    RUN: tl.constexpr,
     M: tl.constexpr,
     TOKENS: tl.constexpr,
     TAIL: tl.constexpr,
@@ -122,17 +149,18 @@ def _attend(
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of ROWS neighbouring queries over `listed` entries of a list and their tails.
+    """Attention of ROWS neighbouring queries over the entries of a list and their tails.
 
-    An entry is a block id with BITS mask bits below it, one per query; without mask bits every
-    query keeps the block.
+    The list has three runs, see `unite_blocks`. An entry is a block id with BITS mask bits below
+    it, one per query; without mask bits every query keeps the block. Steps before `sparse` are
+    left alone.
     """
     GROUP: tl.constexpr = HQ // HK
     line = tl.arange(0, M)
     row = line // GROUP
     head = kv_head * GROUP + line % GROUP
     step = first_step + row
-    inside = (row < ROWS) & (step < S)
+    inside = (row < ROWS) & (step >= sparse) & (step < S)
     valid = (row < ROWS) & (step < count)
     position = tl.where(valid, past_length + step, -1)
     dims = tl.arange(0, D)
@@ -161,9 +189,10 @@ def _attend(
         newer_score, in_tail, DOT, newer_value, total, maximum, normalizer
     )
 
-    columns = listed * RATIO
+    columns = (alone_first + alone_second + both) * RATIO
     # Entries run one tile ahead in registers, see `attention._walk`.
-    word = tl.load(list_ + lanes // RATIO, mask=lanes < columns, other=0)
+    place = _listed(lanes // RATIO, alone_first, alone_second, RUN)
+    word = tl.load(list_ + place, mask=lanes < columns, other=0)
     for start in tl.range(0, columns, TOKENS, num_stages=STAGES):
         if BITS > 0:
             used = ((word[None, :] >> row[:, None]) & 1) != 0
@@ -171,7 +200,8 @@ def _attend(
             used = ((start + lanes)[None, :] < columns) & (row[:, None] < ROWS)
         token = (word >> BITS) * RATIO + lanes % RATIO
         ahead = start + TOKENS + lanes
-        word = tl.load(list_ + ahead // RATIO, mask=ahead < columns, other=0)
+        place = _listed(ahead // RATIO, alone_first, alone_second, RUN)
+        word = tl.load(list_ + place, mask=ahead < columns, other=0)
         offset = token[:, None].to(tl.int64) * D + dims[None, :]
         key = tl.load(keys + offset).to(DOT)
         score = tl.dot(query, tl.trans(key)) * scale
@@ -224,20 +254,27 @@ def attend_tile(
     """Attention of ROWS queries of one slot over the union of their blocks and their tails.
 
     Grid (cdiv(S, ROWS), HK, B). M >= ROWS * HQ / HK and TAIL >= ROWS + RATIO - 1 are powers of
-    two, at least 16. Other arguments as in `unite_blocks` and `attention.attend_whole`.
+    two, at least 16. Queries whose attention is dense are left to `dense.attend_dense`. Other
+    arguments as in `unite_blocks` and `attention.attend_whole`.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.program_id(2)
+    RUN: tl.constexpr = ROWS // 2 * K
     place = slot * tl.num_programs(0) + tile
-    union = tl.load(counts + place)
-    if union > LIMIT:
+    first = tl.load(counts + place * 3)
+    second = tl.load(counts + place * 3 + 1)
+    both = tl.load(counts + place * 3 + 2)
+    past_length = tl.load(past + slot)
+    count = tl.minimum(tl.load(new + slot), S)
+    sparse = first_sparse(past_length, count, K, RATIO)
+    if (first + second + both > LIMIT) | (tl.minimum(tile * ROWS + ROWS, S) <= sparse):
         return
     _attend(
-        q, k_cache, v_cache, entries + place.to(tl.int64) * ROWS * K, union,
-        tl.load(past + slot), tl.load(new + slot), gate, slot, tile * ROWS, kv_head, S, C, out,
-        RATIO, HQ, HK, D, ROWS, ROWS, M, TOKENS, TAIL, SCALE, V_SCALE, GATE_STRIDE, GATE_OFFSET,
-        DOT, STAGES,
+        q, k_cache, v_cache, entries + place.to(tl.int64) * (3 * RUN), first, second, both,
+        past_length, count, gate, slot, tile * ROWS, kv_head, sparse, S, C, out,
+        RATIO, HQ, HK, D, ROWS, ROWS, RUN, M, TOKENS, TAIL, SCALE, V_SCALE, GATE_STRIDE,
+        GATE_OFFSET, DOT, STAGES,
     )  # fmt: skip
 
 
@@ -281,14 +318,16 @@ def attend_apart(
     kv_head = tl.program_id(1)
     slot = row // S
     step = row % S
-    place = slot * tl.cdiv(S, ROWS) + step // ROWS
-    if tl.load(counts + place) <= LIMIT:
-        return
+    place = (slot * tl.cdiv(S, ROWS) + step // ROWS) * 3
+    union = tl.load(counts + place) + tl.load(counts + place + 1) + tl.load(counts + place + 2)
     past_length = tl.load(past + slot)
-    count = tl.load(new + slot)
-    kept = tl.where(step < count, tl.minimum((past_length + step + 1) // RATIO, K), 0)
+    count = tl.minimum(tl.load(new + slot), S)
+    sparse = first_sparse(past_length, count, K, RATIO)
+    if (union <= LIMIT) | (step < sparse):
+        return
+    kept = tl.where(step < count, K, 0)
     _attend(
-        q, k_cache, v_cache, blocks + row.to(tl.int64) * K, kept, past_length, count, gate, slot,
-        step, kv_head, S, C, out, RATIO, HQ, HK, D, 1, 0, M, TOKENS, TAIL, SCALE, V_SCALE,
-        GATE_STRIDE, GATE_OFFSET, DOT, STAGES,
+        q, k_cache, v_cache, blocks + row.to(tl.int64) * K, kept, 0, 0, past_length, count, gate,
+        slot, step, kv_head, sparse, S, C, out, RATIO, HQ, HK, D, 1, 0, K, M, TOKENS, TAIL, SCALE,
+        V_SCALE, GATE_STRIDE, GATE_OFFSET, DOT, STAGES,
     )  # fmt: skip

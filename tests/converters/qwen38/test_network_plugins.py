@@ -62,7 +62,7 @@ def _kinds(driver: Driver, phase: str) -> set[str]:
 
 def test_attention_is_plugin_layers_and_nothing_else(checkpoint: Tiny, driver: Driver) -> None:
     assert _ops(driver, "generation") == ["qsa::score", "qsa::select", "qsa::attend"]
-    prefill = ["qsa::unite", "qsa::attend_tile", "qsa::attend_apart"]
+    prefill = ["qsa::unite", "qsa::attend_tile", "qsa::attend_apart", "qsa::attend_dense"]
     assert _ops(driver, "context") == ["qsa::score", "qsa::select", *prefill]
     plain = checkpoint.driver(LIMITS)
     for phase in ("context", "generation"):
@@ -147,12 +147,11 @@ def driver_attributes(driver: Driver, op: str) -> dict:
 def test_split_rows_and_long_selections_equal_the_lowering(
     slots: int, ops: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget of 64 blocks, cut over programs; longer rows selected in chunks of 64 blocks.
+    """A budget of 64 blocks, cut over programs; longer rows selected by groups of blocks.
 
     Eight index heads, so that no score is zero for several blocks: ties are open in the lowering.
     """
     monkeypatch.setattr(kernel, "SELECT_WHOLE", 32)
-    monkeypatch.setattr(kernel, "SELECT_CHUNK", 32)
     checkpoint = tiny(**PERIOD, indexer_budget=256, indexer_n_heads=8)
     limits = EngineLimits(slots, 512, chunk_size=256, max_logits_tokens=256)
     tokens = torch.randint(3, 500, (300,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -160,9 +159,9 @@ def test_split_rows_and_long_selections_equal_the_lowering(
     for plugins in (True, False):
         driver = checkpoint.driver(limits, plugins=plugins)
         if plugins:
-            chosen = ["qsa::score", "qsa::select_chunk", "qsa::select_among"]
+            chosen = ["qsa::score_groups", "qsa::select_grouped"]
             assert _ops(driver, "generation") == [*chosen, *ops]
-            assert _ops(driver, "context")[:3] == chosen
+            assert _ops(driver, "context")[:2] == chosen
         others = [[5, 6]] * (slots - 1)
         rows = [driver.call("context", [tokens[:256], *others])[0]["logits"]]
         rows.append(driver.call("context", [tokens[256:290], *others])[0]["logits"])

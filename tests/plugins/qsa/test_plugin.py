@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from plugins.aot import quick
+from plugins.aot.compile import (
+    CAPABILITIES,
+    SHARED_BYTES,
+    assemble,
+    compile_kernel,
+    entry_parameters,
+    newest_ptx,
+)
 from plugins.qsa import kernel, plan
 from plugins.qsa.plan import Geometry
-from plugins.qsa.plugin import OPERATIONS, geometry_attributes
+from plugins.qsa.plugin import COMPILED_FOR, OPERATIONS, geometry_attributes
 from plugins.support.errors import UsageError
 from plugins.trt.backend import load_backend
 from tests.plugins.full_trt import Desc, Expr, plugin_module, value
@@ -69,13 +78,41 @@ def test_prefill_launches(trtp: Any) -> None:
     outputs, (_, _, launch, scalars) = run(trtp, "qsa::unite", {"blocks": (b, s, 512)}, words=1000)
     sizes = {"B": 2, "S": 130}
     shapes = [[value(e, **sizes) for e in out.shape_expr] for out in outputs]
-    assert shapes == [[2, 33], [2, 33, 2048], [2, 33, 1000]]
+    assert shapes == [[2, 33, 3], [2, 33, 3, 1024], [2, 33, 1000]]
     assert [value(e, **sizes) for e in (launch.grid_x, launch.grid_y)] == [33, 2]
     assert [value(e, **sizes) for e in scalars] == [130, 1000]
     shapes_in = {"q": (b, 24, s, 256), "k_cache": (b, 2, 4000, 256), "together": (b, s, 6144)}
     (out,), (_, _, launch, _) = run(trtp, "qsa::attend_apart", shapes_in)
     assert out.aliases is not None and out.aliases.shape_expr == (b, s, 6144)
     assert [value(e, **sizes) for e in (launch.grid_x, launch.grid_y)] == [260, 2]
+    (out,), (_, _, launch, _) = run(trtp, "qsa::attend_dense", shapes_in)
+    assert out.aliases is not None and out.aliases.shape_expr == (b, s, 6144)
+    grid = (launch.grid_x, launch.grid_y, launch.grid_z)
+    assert [value(e, **sizes) for e in grid] == [25, 2, 2]
+    (out,), (_, _, launch, scalars) = run(trtp, "qsa::attend_hopper", shapes_in)
+    assert [value(e, **sizes) for e in out.shape_expr] == [2, 130, 6144]
+    # 13 tiles of 128 lines and 17 of 8 queries, two key heads, two slots.
+    assert [value(e, **sizes) for e in (launch.grid_x, launch.grid_y)] == [30 * 4, 1]
+    assert [value(e, **sizes) for e in scalars] == [130, 4000, 2]
+    assert value(launch.block_x) == 384
+
+
+def test_scoring_and_selecting_long_rows(trtp: Any) -> None:
+    b, s = Expr("B"), Expr("S")
+    shapes = {"index_query": (b, 4, s, 128), "index_keys": (b, 9999, 128)}
+    outputs, (_, _, launch, scalars) = run(trtp, "qsa::score_groups", shapes)
+    sizes = {"B": 2, "S": 130}
+    made = [[value(e, **sizes) for e in out.shape_expr] for out in outputs]
+    # Rows of scores are padded to a multiple of 4.
+    assert made == [[2, 130, 10000], [2, 130, 1252]]
+    assert [value(e, **sizes) for e in scalars] == [130, 9999, 4]
+    grid = (launch.grid_x, launch.grid_y, launch.grid_z)
+    assert [value(e, **sizes) for e in grid] == [40, 33, 2]
+    shapes = {"scores": (b, s, 10000), "maxima": (b, s, 1252)}
+    (out,), (_, _, launch, scalars) = run(trtp, "qsa::select_grouped", shapes, width=1250)
+    assert [value(e, **sizes) for e in out.shape_expr] == [2, 130, 512]
+    assert value(launch.grid_x, **sizes) == 260
+    assert [value(e, **sizes) for e in scalars] == [130, 10000]
 
 
 def test_prepare_updates_its_caches_in_place(trtp: Any) -> None:
@@ -143,9 +180,39 @@ def test_one_process_builds_for_one_gpu(trtp: Any) -> None:
         quick.register(trtp, BY_ID["qsa::merge"], "8.0")
 
 
+@pytest.mark.parametrize("capability", list(CAPABILITIES))
+@pytest.mark.parametrize("name", [n for n in BY_ID if n != "qsa::attend_hopper"])
+def test_every_kernel_compiles_for_every_gpu(name: str, capability: str) -> None:
+    operation = BY_ID[name]
+    spec = operation.spec(operation.example)
+    compiled = compile_kernel(spec, COMPILED_FOR.get(capability, capability))
+    assert len(entry_parameters(compiled.ptx)) == len(spec.tensors) + len(spec.scalars)
+    assert compiled.shared_bytes <= SHARED_BYTES[capability] * 1024
+
+
+def test_the_hopper_kernel_compiles() -> None:
+    operation = BY_ID["qsa::attend_hopper"]
+    spec = operation.spec(operation.example)
+    compiled = compile_kernel(spec, "9.0", newest_ptx(580))
+    # A loader and two consumers of four warps each.
+    assert compiled.threads == 384
+    assert compiled.shared_bytes <= SHARED_BYTES["9.0"] * 1024
+    assert "wgmma.mma_async" in compiled.ptx and ".version 9.0" in compiled.ptx
+    assert len(entry_parameters(compiled.ptx)) == len(spec.tensors) + len(spec.scalars)
+    # The assembler says so where it would wait after each product.
+    assert "C75" not in assemble(compiled.ptx, "9.0")
+
+
+def test_only_geometries_that_fit_get_the_hopper_kernel() -> None:
+    g = Geometry()
+    assert plan.fits_hopper(g, (9, 0))
+    assert not plan.fits_hopper(g, (8, 9)) and not plan.fits_hopper(g, (10, 0))
+    for changed in ({"cache_dtype": "float8_e4m3fn"}, {"width": 128}, {"heads": 40}, {"ratio": 2}):
+        assert not plan.fits_hopper(replace(g, **changed), (9, 0))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_kernels_run_through_the_driver() -> None:
-    from plugins.aot.compile import compile_kernel
     from plugins.aot.driver import LoadedKernel
 
     major, minor = torch.cuda.get_device_capability()
