@@ -152,7 +152,7 @@ def _store(
 
 
 @gluon.jit
-def _tile_of(index, lone, both, part, list_, count_lone, count_both, HALF: gl.constexpr):
+def _tile_of(index, lone, part, list_, count_lone, count_both, HALF: gl.constexpr):
     """List address, first entry and number of entries of a consumer's tile `index`."""
     alone = index < lone
     run = list_ + gl.where(alone, part, 2) * HALF
@@ -242,7 +242,7 @@ def _union_consumer(
     for index in range(tiles + 1):
         step = _step_of(index, lone, other, part)
         # Asked for before anything is waited for, used when the scores are there.
-        run, entry, listed = _tile_of(index, lone, tiles, part, list_, count_lone, count_both, HALF)
+        run, entry, listed = _tile_of(index, lone, part, list_, count_lone, count_both, HALF)
         entry = entry + column // RATIO
         bits = gl.load(run + entry, mask=entry < listed, other=0)
         _pass_over(passed, step, full, empty)
