@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plugins.support.dtypes import BY_TORCH
 from plugins.support.errors import CapabilityError, InputError
@@ -29,6 +30,8 @@ _FOLD_BYTES = 1 << 20
 _PROMOTE_BYTES = 16 << 20
 
 _HALVES = ("float16", "bfloat16")
+# All but cuDNN's, which gives other last bits from one call to the next (seen on an H200).
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Interpreter:
@@ -204,7 +207,8 @@ class Interpreter:
             tuple(sorted(set(fetch))),
         )
         # cuDNN's convolutions round float32 to TF32 unless told otherwise.
-        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        with torch.no_grad(), exact, sdpa_kernel(_ATTENTION):
             plan = self.plans.get(signature)
             if plan is None:
                 registers, plan = self._prepare(bound, list(wanted.values()))

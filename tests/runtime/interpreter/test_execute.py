@@ -241,6 +241,38 @@ def test_plugins_run_by_the_given_implementation() -> None:
         Interpreter(program, {}).run({"x": x})
 
 
+def test_attention_that_does_not_come_back_the_same_is_left_out() -> None:
+    seen = []
+
+    def look(inputs, attributes):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return _split(inputs, attributes)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    Interpreter(trace(_plugin_network()), {}, plugin_ops={"test::split": look}).run(
+        {"x": torch.zeros(1, 4)}
+    )
+    assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attention_comes_back_the_same_on_a_gpu() -> None:
+    def definition(net, q, k, v, mask):
+        return net.attention(q, k, v, mask)
+
+    inputs = {
+        "q": torch.randn(32, 24, 1, 256, dtype=torch.bfloat16),
+        "k": torch.randn(32, 2, 2052, 256, dtype=torch.bfloat16),
+        "v": torch.randn(32, 2, 2052, 256, dtype=torch.bfloat16),
+        "mask": torch.rand(32, 1, 1, 2052) < 0.99,
+    }
+    net = new_network()
+    define(net, definition, inputs, static=True)
+    run = Interpreter(trace(net), {}, device="cuda").run
+    first = next(iter(run(inputs).values()))
+    assert all(torch.equal(next(iter(run(inputs).values())), first) for _ in range(20))
+
+
 def test_plugin_calls_that_tensorrt_refuses() -> None:
     net = _plugin_network()
     x = net.inputs["x"]
