@@ -6,10 +6,9 @@ cannot look up rows by itself. Both give the same values to the last bit.
 
 from __future__ import annotations
 
-from plugins.aot import layer
+from typing import Literal
+
 from plugins.mtp import lowering
-from plugins.mtp.plan import Rows
-from plugins.mtp.plugin import EMBED_NORMS, RMS_NORM, row_attributes
 from plugins.trt.network import Network
 from plugins.trt.norms import rms_norm
 from plugins.trt.types import Tensor
@@ -50,7 +49,7 @@ def embed_norms(
         "embed_weight": embed_weight,
         "hidden_weight": hidden_weight,
     }
-    return layer.add(net, EMBED_NORMS, tensors, _attributes(net, hidden, eps))["joined"]
+    return _added(net, "embed_norms", tensors, hidden, eps)["joined"]
 
 
 def embed_then_norms(
@@ -73,8 +72,21 @@ def _norm(net: Network, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not net.capability.has_plugins:
         return rms_norm(net, x, weight, eps, centered=False)
     tensors = {"x": x, "weight": weight}
-    return layer.add(net, RMS_NORM, tensors, _attributes(net, x, eps))["normed"]
+    return _added(net, "rms_norm", tensors, x, eps)["normed"]
 
 
-def _attributes(net: Network, rows: Tensor, eps: float) -> dict[str, object]:
-    return row_attributes(Rows(net.shape(rows)[-1], eps, net.dtype(rows)))
+def _added(
+    net: Network,
+    name: Literal["embed_norms", "rms_norm"],
+    tensors: dict[str, Tensor],
+    rows: Tensor,
+    eps: float,
+) -> dict[str, Tensor]:
+    # Only networks with plugin layers need Triton.
+    from plugins.aot import layer
+    from plugins.mtp.plan import Rows
+    from plugins.mtp.plugin import EMBED_NORMS, RMS_NORM, row_attributes
+
+    operation = EMBED_NORMS if name == "embed_norms" else RMS_NORM
+    attributes = row_attributes(Rows(net.shape(rows)[-1], eps, net.dtype(rows)))
+    return layer.add(net, operation, tensors, attributes)
