@@ -25,6 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plugins import operations
+from plugins.aot.quick import Operation
 from plugins.mtp import reference
 from plugins.mtp.plan import Rows
 from plugins.mtp.plugin import EMBED_NORMS, RMS_NORM, row_attributes
@@ -68,16 +69,18 @@ def copy_rate() -> float:
     return 2 * data.nbytes / timed([lambda: torch.neg(data, out=target)]) * 1e6
 
 
-def attributes(rows: Tensor) -> dict[str, object]:
-    return row_attributes(Rows(rows.shape[-1], EPS, str(rows.dtype).removeprefix("torch.")))
+def run(operation: Operation, given: Inputs, rows: Tensor) -> dict[str, Tensor]:
+    dtype = str(rows.dtype).removeprefix("torch.")
+    attributes = row_attributes(Rows(rows.shape[-1], EPS, dtype))
+    return operations.launch(operation, operation.spec(attributes), given, attributes)
 
 
 def fused(given: Inputs) -> Tensor:
-    return operations.launch(EMBED_NORMS, given, attributes(given["hidden"]))["joined"]
+    return run(EMBED_NORMS, given, given["hidden"])["joined"]
 
 
 def kernel_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return operations.launch(RMS_NORM, {"x": x, "weight": weight}, attributes(x))["normed"]
+    return run(RMS_NORM, {"x": x, "weight": weight}, x)["normed"]
 
 
 def unfused(given: Inputs, norm: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:

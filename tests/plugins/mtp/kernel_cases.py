@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plugins import operations
+from plugins.aot.quick import Operation
 from plugins.mtp import reference
 from plugins.mtp.plan import Rows
 from plugins.mtp.plugin import EMBED_NORMS, RMS_NORM, row_attributes
@@ -38,16 +39,18 @@ def case(width: int, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _attributes(rows: Tensor) -> dict[str, object]:
-    return row_attributes(Rows(rows.shape[-1], EPS, str(rows.dtype).removeprefix("torch.")))
+def _run(operation: Operation, given: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    dtype = str(rows.dtype).removeprefix("torch.")
+    attributes = row_attributes(Rows(rows.shape[-1], EPS, dtype))
+    return operations.launch(operation, operation.spec(attributes), given, attributes)
 
 
 def fused(given: dict[str, Tensor]) -> Tensor:
-    return operations.launch(EMBED_NORMS, given, _attributes(given["hidden"]))["joined"]
+    return _run(EMBED_NORMS, given, given["hidden"])["joined"]
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return operations.launch(RMS_NORM, {"x": x, "weight": weight}, _attributes(x))["normed"]
+    return _run(RMS_NORM, {"x": x, "weight": weight}, x)["normed"]
 
 
 def unfused(
