@@ -97,7 +97,7 @@ def implementation(
         # Values that are computed more precisely than declared are not what the kernel takes.
         declared = all(given[n].dtype == dtype for n, dtype in zip(names, types, strict=True))
         if declared and all(tensor.is_cuda for tensor in given.values()):
-            made = launch(operation, spec, given, attributes)
+            made = _launched(operation, spec, given, attributes)
         else:
             made = DEFINITIONS[name](given, attributes)
         made |= {output: given[before] for output, before in spec.aliases.items()}
@@ -107,18 +107,23 @@ def implementation(
 
 
 def launch(
-    operation: Operation, spec: KernelSpec, tensors: Mapping[str, Tensor], attributes: Attributes
+    operation: Operation, tensors: Mapping[str, Tensor], attributes: Attributes
 ) -> dict[str, Tensor]:
     """Run an operation's kernel on torch tensors.
 
     Args:
         operation: what to run.
-        spec: its kernel for these attributes.
         tensors, attributes: as its definition takes them.
 
     Returns:
         The outputs by name; those that alias an input are left out.
     """
+    return _launched(operation, operation.spec(attributes), tensors, attributes)
+
+
+def _launched(
+    operation: Operation, spec: KernelSpec, tensors: Mapping[str, Tensor], attributes: Attributes
+) -> dict[str, Tensor]:
     given = {}
     for argument in spec.inputs:
         tensor = tensors[argument.name]

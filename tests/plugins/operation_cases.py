@@ -65,9 +65,7 @@ def chain(
         given = {a.name: known[a.name].clone() for a in spec.inputs}
         run: Callable[..., dict[str, Tensor]] = operations.DEFINITIONS[name]
         made = (
-            operations.launch(operation, spec, given, attributes)
-            if by_kernel
-            else run(given, attributes)
+            operations.launch(operation, given, attributes) if by_kernel else run(given, attributes)
         )
         made |= {after: given[before] for after, before in spec.aliases.items()}
         assert set(made) == {a.name for a in spec.outputs}
