@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
+import torch
 
 from tests.build_scripts.conftest import Command, Done
+from tests.fixtures.tekken import SPECIALS
 from tests.fixtures.voxtral_checkpoint import QUESTION, recordings
+from triton_repo.frontend.audio.mel import log_mel_chunks
 
 KNOWN = recordings()
 # What the recomputable realtime model makes of the second recording.
@@ -186,3 +191,75 @@ def test_arguments_that_do_not_fit(
     late = written(tmp_path, {"task": "transcribe", "delay_ms": 100})
     done = command("run", realtime_engine, *AUDIO, "--request", late)
     assert done.code == 2 and "delay_ms" in done.err
+
+
+@pytest.fixture(scope="module")
+def long_recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two chunks of speech, the second one quiet."""
+    first, second = (soundfile.read(KNOWN[i].path, dtype="float32")[0] for i in (0, 2))
+    samples = np.concatenate([np.resize(first, 30 * 16000), 0.05 * second[:16000]])
+    path = tmp_path_factory.mktemp("long") / "long.flac"
+    soundfile.write(path, samples, 16000)
+    return path
+
+
+def test_several_audios_and_chunks_in_the_order_of_the_request(
+    command: Command,
+    voxtral_engine: Path,
+    voxtral_checkpoint: Path,
+    long_recording: Path,
+    tmp_path: Path,
+) -> None:
+    """Logits of whole prompts against transformers, with the audios in this and another order."""
+    from transformers import VoxtralForConditionalGeneration
+
+    parts = (
+        {"type": "audio", "audio": str(long_recording)},
+        {"type": "text", "text": "x"},
+        {"type": "audio"},
+    )
+    request, logits = written(tmp_path, chat(*parts)), tmp_path / "logits.npy"
+    short = tmp_path / "short.wav"
+    # Of three chunks only the second half of the last one is left for text.
+    samples = soundfile.read(KNOWN[1].path, dtype="float32")[0]
+    soundfile.write(short, samples[:8000], 16000)
+    done = command("run", voxtral_engine, "--audio", short, "--request", request,
+                   "--max-new-tokens", 0, "--logits", logits, "--json")  # fmt: skip
+    # 1125 placeholders do not fit 1024 tokens.
+    assert done.code == 2 and "max_input_len" in done.err + done.out
+    request = written(tmp_path, chat(*parts[1:], {"type": "text", "text": "y"}, *parts[1:]))
+    files = ("--audio", KNOWN[1].path, "--audio", KNOWN[3].path, "--request", request)
+    wanted = ("--max-new-tokens", 0, "--logits", logits, "--json")
+    done = command("run", voxtral_engine, *files, *wanted)
+    one = [25] + [24] * 375
+    x, y = ([SPECIALS + ord(letter)] for letter in "xy")
+    # Texts that follow each other are joined by an empty line.
+    ids = [1, 3, *x, *one, *y, *[SPECIALS + ord("\n")] * 2, *x, *one, 4]
+    assert done.json["prompt_ids"] == ids
+    found = torch.from_numpy(np.load(logits))
+    model = VoxtralForConditionalGeneration.from_pretrained(voxtral_checkpoint, dtype=torch.float32)
+    mels = [
+        torch.from_numpy(log_mel_chunks(soundfile.read(KNOWN[i].path, dtype="float32")[0], 480000))
+        for i in (1, 3)
+    ]
+
+    def reference(features: list[torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            heard = {"input_features": torch.cat(features)}
+            return model(input_ids=torch.tensor([ids]), **heard).logits[0]
+
+    right, turned = reference(mels), reference(mels[::-1])
+    # The engine computes in bfloat16.
+    near = float((found - right).abs().mean())
+    assert near < 0.2 * float((found - turned).abs().mean())
+
+    long = written(tmp_path, chat(parts[0], {"type": "text", "text": "x"}))
+    done = command("run", voxtral_engine, "--request", long, *wanted)
+    ids = [1, 3, 25, *[24] * 750, *x, 4]
+    assert done.json["prompt_ids"] == ids
+    samples = soundfile.read(long_recording, dtype="float32")[0]
+    whole = torch.from_numpy(log_mel_chunks(samples, 480000))
+    found = torch.from_numpy(np.load(logits))
+    near = float((found - reference([whole])).abs().mean())
+    # The negative control: the second chunk first.
+    assert near < 0.2 * float((found - reference([whole.flip(0)])).abs().mean())

@@ -107,6 +107,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "audio alone": [user(HEAR)],
     "two audios": [user(HEAR, HEAR, text("Which is longer?"))],
     "text between audios": [user(HEAR, text("or"), HEAR)],
+    "texts in a row": [user(text("One."), text("Two."), HEAR, text("Three."), text("Four."))],
     "several turns": [user(HEAR), ASSISTANT, user(text("And then?"), HEAR)],
     "users in a row": [user(text("One.")), user(text("Two."), HEAR)],
     "users in a row, both with audio": [user(HEAR), user(HEAR, text("Three."))],
