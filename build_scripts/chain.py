@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from build_scripts import engines, output, verdict, verification
-from converters.checkpoint.convert import ConversionReport, convert
+from converters.checkpoint.convert import ConversionReport, execute, plan_conversion
 from plugins.support.atomic import refuse_existing
 from triton_repo.frontend.tokenizer import load_tokenizer
 from triton_repo.generate import MODELS, write_repository
@@ -73,7 +73,10 @@ def run(
         refuse_existing(out_dir / name, f"{name} directory")
     load_tokenizer(tokenizer or hf_dir)
     output.say(f"1/4 convert {hf_dir} -> {out_dir / CHECKPOINT}")
-    conversion = convert(hf_dir, out_dir / CHECKPOINT, **asdict(options))
+    plan = plan_conversion(hf_dir, out_dir / CHECKPOINT, **asdict(options))
+    for line in plan.lines():
+        output.say(line)
+    conversion = execute(plan, out_dir / CHECKPOINT)
     output.say(f"2/4 build -> {out_dir / ENGINE}")
     built = engines.build(out_dir / CHECKPOINT, out_dir / ENGINE, request)
     output.say(f"3/4 verify against {hf_dir}")

@@ -52,10 +52,10 @@ def command(
       build-engine convert Qwen3.8-Flash-Next checkpoint --quantize nvfp4 --only mlp
       build-engine convert Qwen3.8-Flash-Next checkpoint --quantize fp8 --kv-cache fp8
     """
-    from converters.checkpoint.convert import convert
+    from converters.checkpoint.convert import execute, plan_conversion
 
     with output.reserved_stdout(json):
-        report = convert(
+        plan = plan_conversion(
             hf_dir,
             ckpt_dir,
             dtype.value if dtype else None,
@@ -65,6 +65,9 @@ def command(
             calibration=calibration,
             workers=workers,
         )
+        for line in plan.lines():
+            output.say(line)
+        report = execute(plan, ckpt_dir)
     if json:
         output.emit_json(report.as_dict())
     else:

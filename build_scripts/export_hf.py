@@ -28,10 +28,13 @@ def command(
       build-engine export-hf checkpoint exported
       build-engine export-hf checkpoint exported --workers 8
     """
-    from converters.checkpoint.export_hf import export_hf
+    from converters.checkpoint.export_hf import execute, plan_export
 
     with output.reserved_stdout(json):
-        report = export_hf(ckpt_dir, out_dir, workers=workers)
+        plan = plan_export(ckpt_dir, out_dir, workers=workers)
+        for line in plan.lines():
+            output.say(line)
+        report = execute(plan, out_dir)
     if json:
         output.emit_json(report.as_dict())
     else:

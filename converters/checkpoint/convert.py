@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -22,13 +22,14 @@ from converters.checkpoint.config import (
     ComputeDType,
     write_config,
 )
-from converters.checkpoint.match import Ignored
-from converters.checkpoint.partial import resumable_directory
-from converters.checkpoint.recipe import Output, Recipe
+from converters.checkpoint.disk import require_space
+from converters.checkpoint.match import Ignored, grouped
+from converters.checkpoint.partial import resumable_directory, work_directory
+from converters.checkpoint.recipe import Module, Output, Recipe
 from converters.checkpoint.resolve import resolve, stored_elements
 from converters.checkpoint.source import SourceCheckpoint
 from converters.checkpoint.tokenizer_files import TokenizerFiles
-from converters.checkpoint.write import CHUNK_BYTES, OutputFile, run_tasks, split_tasks
+from converters.checkpoint.write import OutputFile, peak_bytes, run_tasks, split_tasks
 from converters.quantization.calibration import Calibration
 from converters.quantization.declared import compare, read_claims
 from converters.quantization.operations import OPERATIONS
@@ -40,11 +41,6 @@ from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import progress
 
 _COMPUTE: tuple[str, ...] = get_args(ComputeDType)
-# Buffers of one worker: a chunk as read, widened for checks, and as written.
-_CHUNKS_PER_WORKER = 6
-# Names, places and recipes of one source tensor, measured on 300,000 of them.
-_PLAN_BYTES_PER_TENSOR = 1200
-_CONFIG_RESERVE = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ class ConversionPlan:
 
     Attributes:
         source: the opened checkpoint.
+        stamps: of its files when it was opened.
         config: of the result.
         quantized_layers: content of `quant_cfg.json`, None when none is needed.
         recipes: how each tensor is made, in the order of the model.
@@ -64,6 +61,7 @@ class ConversionPlan:
     """
 
     source: SourceCheckpoint
+    stamps: tuple[tuple[str, int, int], ...]
     config: CheckpointConfig
     quantized_layers: dict[str, Any] | None
     recipes: tuple[Recipe, ...]
@@ -95,8 +93,7 @@ class ConversionPlan:
     @property
     def peak_bytes(self) -> int:
         """Most memory beyond the program itself: buffers of the workers, and the plan."""
-        entries = len(self.source.tensors) * _PLAN_BYTES_PER_TENSOR
-        return self.workers * _CHUNKS_PER_WORKER * CHUNK_BYTES + entries
+        return peak_bytes(self.workers, len(self.source.tensors))
 
     def lines(self) -> list[str]:
         """What will happen, for people."""
@@ -145,24 +142,28 @@ class ConversionReport:
         directory: the TensorRT-LLM checkpoint.
         seconds: of the execution.
         small_values: tensor -> values that a narrower type made subnormal or zero.
+        zeroed_values: tensor -> values that quantisation made zero with their whole block.
     """
 
     plan: ConversionPlan
     directory: Path
     seconds: float
     small_values: dict[str, int]
+    zeroed_values: dict[str, int]
 
     def lines(self) -> list[str]:
-        """The result, for people."""
+        """What the plan did not say, for people."""
         rate = self.plan.bytes_read / max(self.seconds, 1e-9) / 1e6
-        result = [
-            *self.plan.lines(),
-            f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)",
-        ]
+        result = [f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)"]
         if self.small_values:
             result.append(
                 f"{sum(self.small_values.values())} values in {len(self.small_values)} tensors "
                 f"became subnormal or zero in {self.plan.config.dtype}"
+            )
+        if self.zeroed_values:
+            result.append(
+                f"{sum(self.zeroed_values.values())} values in {len(self.zeroed_values)} tensors "
+                "became zero: their blocks are too small beside the largest value of the matrix"
             )
         return result
 
@@ -173,6 +174,7 @@ class ConversionReport:
             "directory": str(self.directory),
             "seconds": self.seconds,
             "small_values": self.small_values,
+            "zeroed_values": self.zeroed_values,
         }
 
 
@@ -220,12 +222,14 @@ def plan_conversion(
         raise UsageError("input and output are the same directory", where=str(ckpt_dir))
     refuse_existing(ckpt_dir, "checkpoint directory")
     source = SourceCheckpoint.open(hf_dir)
+    stamps = source.stamps()
     family = family_for(model_type_of(source), str(source.config_file))
     stored = _stored_dtype(source)
     config = family.plan_config(source, dtype or stored)  # type: ignore[arg-type]
     tokenizer = TokenizerFiles.find(hf_dir, config.vocab_size)
     tensors = family.plan_tensors(source, config)
     request = None if quantize is None else Quantize.parse(quantize, only)
+    # A method that is not supported is told by its name, not by the tensors that it has or lacks.
     claims = read_claims(source, tensors.canonical)
     calibrated = None
     if calibration is not None:
@@ -241,12 +245,15 @@ def plan_conversion(
         calibration=calibrated,
     )
     notes = compare(claims, resolved.modules, source.tensors, tensors.canonical)
+    if request is not None:
+        notes += _kept_formats(resolved.modules, request, hf_dir)
     notes += resolved.caches.notes
     notes += calibrated.notes() if calibrated else []
     quantization, layers = summarise(resolved.modules, resolved.caches.algorithm)
     config = config.model_copy(update={"quantization": quantization})
     plan = ConversionPlan(
         source,
+        stamps,
         config,
         layers,
         tuple(resolved.recipes),
@@ -256,7 +263,8 @@ def plan_conversion(
         workers,
         calibrated.source if calibrated else None,
     )
-    _check_disk(plan, ckpt_dir)
+    files = sum(path.stat().st_size for path in tokenizer.files)
+    require_space(ckpt_dir, work_directory(ckpt_dir), plan.bytes_written + files)
     return plan
 
 
@@ -302,8 +310,8 @@ def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
             counts = run_tasks(
                 tasks, partial, file, operations=OPERATIONS, workers=plan.workers, bar=bar
             )
-        # Content samples, and times of change: samples of large files have gaps.
-        if plan.source.identity() != plan.config.source or _fingerprint(plan) != fingerprint:
+        # Samples miss a change between them, times one that was set back.
+        if plan.source.stamps() != plan.stamps or plan.source.identity() != plan.config.source:
             raise InputError(
                 "the source checkpoint changed while it was converted",
                 where=str(plan.source.directory),
@@ -314,7 +322,8 @@ def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
         if plan.quantized_layers is not None:
             text = json.dumps(plan.quantized_layers, indent=2)
             (partial.work / QUANT_FILE).write_text(text + "\n")
-    return ConversionReport(plan, ckpt_dir, time.monotonic() - start, dict(counts.small))
+    seconds = time.monotonic() - start
+    return ConversionReport(plan, ckpt_dir, seconds, dict(counts.small), dict(counts.zeroed))
 
 
 def _stored_dtype(source: SourceCheckpoint) -> str:
@@ -341,24 +350,26 @@ def _stored_dtype(source: SourceCheckpoint) -> str:
     return stored
 
 
-def _check_disk(plan: ConversionPlan, ckpt_dir: Path) -> None:
-    parent = ckpt_dir.resolve().parent
-    while not parent.exists():
-        parent = parent.parent
-    files = sum(path.stat().st_size for path in plan.tokenizer.files)
-    needed = plan.bytes_written + files + _CONFIG_RESERVE
-    partial = ckpt_dir.with_name(f".{ckpt_dir.name}.partial") / WEIGHTS_FILE
-    if partial.exists():
-        # Blocks that an interrupted run has filled already.
-        needed -= min(needed, partial.stat().st_blocks * 512)
-    free = shutil.disk_usage(parent).free
-    if needed > free:
+def _kept_formats(modules: Sequence[Module], request: Quantize, hf_dir: Path) -> list[str]:
+    """What a request to quantise leaves as it is, because it is quantised already.
+
+    Raises InputError when that is everything.
+    """
+    scoped = [module for module in modules if request.covers_scope(module.scope)]
+    stored = [module for module in scoped if module.stored]
+    if not any(module.algorithm and not module.stored for module in modules):
+        formats = ", ".join(sorted({module.stored for module in stored if module.stored}))
         raise InputError(
-            "not enough disk space for the result",
-            where=str(parent),
-            expected=f"{needed / 1e9:.2f} GB",
-            found=f"{free / 1e9:.2f} GB free",
+            f"--quantize {request.algorithm} --only {request.only} has nothing to quantise",
+            where=str(hf_dir),
+            expected="plain weights",
+            found=f"{formats} already" if formats else "no such weights",
+            fix="leave --quantize out; quantised weights keep their codes and scales",
         )
+    return [
+        f"quantised already and kept: {line}"
+        for line in grouped(f"{module.source[0]} ({module.stored})" for module in stored)
+    ]
 
 
 def _fingerprint(plan: ConversionPlan) -> str:
@@ -367,10 +378,9 @@ def _fingerprint(plan: ConversionPlan) -> str:
     for recipe in plan.recipes:
         outputs = [(output.name, output.dtype.name, output.shape) for output in recipe.outputs]
         digest.update(repr((outputs, recipe.operation, recipe.matrices)).encode())
-        for entry in recipe.sources:
+        for entry in (*recipe.sources, *recipe.peers):
             digest.update(f"{entry.name}\0{entry.file.name}\0{entry.offset}\0".encode())
     if plan.calibration is not None:
         digest.update(plan.calibration.identity().digest.encode())
-    for path in plan.source.files:
-        digest.update(f"{path.name}\0{path.stat().st_mtime_ns}\0".encode())
+    digest.update(repr(plan.stamps).encode())
     return digest.hexdigest()

@@ -20,19 +20,21 @@ from typing import Any
 from safetensors.torch import save_file
 
 from converters.checkpoint.config import TOKENIZER_DIR, WEIGHTS_FILE
+from converters.checkpoint.disk import require_space
 from converters.checkpoint.header import Shape, TensorEntry, read_header
 from converters.checkpoint.hf_layout import HfLayout
 from converters.checkpoint.match import Findings
-from converters.checkpoint.partial import resumable_directory
+from converters.checkpoint.partial import resumable_directory, work_directory
 from converters.checkpoint.recipe import Output, Part, Recipe, Wanted
-from converters.checkpoint.source import INDEX_FILE
-from converters.checkpoint.write import OutputFile, run_tasks, split_tasks
+from converters.checkpoint.source import INDEX_FILE, QUANT_CONFIG
+from converters.checkpoint.write import OutputFile, peak_bytes, run_tasks, split_tasks
 from converters.quantization import formats, kv_cache
 from converters.quantization.evidence import module_of, target_name, target_shape
 from converters.quantization.exported import WEIGHT_ONLY_FP8, Storage, declare
 from converters.quantization.formats import Component, Format
 from converters.quantization.kv_cache import Cached
 from converters.registry import layout_of, read_checkpoint_config
+from plugins.support.atomic import refuse_existing
 from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import progress
 
@@ -60,13 +62,9 @@ class ExportReport:
     seconds: float
 
     def lines(self) -> list[str]:
-        """The result, for people."""
+        """What the plan did not say, for people."""
         rate = self.bytes / max(self.seconds, 1e-9) / 1e6
-        return [
-            f"{self.tensors} tensors ({self.bytes / 1e9:.2f} GB) in {self.files} files, "
-            f"quantisation: {self.algorithm or 'none'}",
-            f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)",
-        ]
+        return [f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)"]
 
     def as_dict(self) -> dict[str, Any]:
         """The result, for programs."""
@@ -80,51 +78,138 @@ class ExportReport:
         }
 
 
-def export_hf(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportReport:
-    """Write the Hugging Face form of a converted checkpoint to the new directory `out_dir`.
+@dataclass(frozen=True)
+class ExportPlan:
+    """A validated export. Nothing has been written.
 
-    The vision tower is not part of a converted checkpoint, so a text-only model comes out.
-    Raises UsageError for wrong arguments, InputError for a checkpoint that is not whole.
+    Attributes:
+        ckpt_dir: the converted checkpoint.
+        stamp: bytes and time of the last change of its weights when they were looked at.
+        layout: what the family's checkpoint looks like.
+        groups: how each tensor is cut out, per file.
+        algorithm, separate, inline: the declarations, see `declare`.
+        workers: tensors at a time.
     """
+
+    ckpt_dir: Path
+    stamp: tuple[int, int]
+    layout: HfLayout
+    groups: list[list[Recipe]]
+    algorithm: str | None
+    separate: dict[str, Any] | None
+    inline: dict[str, Any] | None
+    workers: int
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all tensors."""
+        return sum(recipe.outputs[0].nbytes for group in self.groups for recipe in group)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the weight files."""
+        count = len(self.groups)
+        return [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory beyond the program itself: buffers of the workers, and the plan."""
+        return peak_bytes(self.workers, sum(len(group) for group in self.groups))
+
+    def lines(self) -> list[str]:
+        """What will happen, for people."""
+        count = sum(len(group) for group in self.groups) + len(self.layout.constants)
+        return [
+            f"{count} tensors ({self.bytes_written / 1e9:.2f} GB) in {len(self.groups)} files, "
+            f"quantisation: {self.algorithm or 'none'}",
+            f"memory: at most {self.peak_bytes / 1e6:.0f} MB beyond the program itself, "
+            f"{self.workers} workers",
+        ]
+
+
+def plan_export(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportPlan:
+    """Check everything and say what would be done.
+
+    Raises UsageError for wrong arguments, InputError for a checkpoint that is not whole or a disk
+    that is too small.
+    """
+    if workers < 1:
+        raise UsageError("at least one worker is needed", found=str(workers))
     if ckpt_dir.resolve() == out_dir.resolve():
         raise UsageError("input and output are the same directory", where=str(out_dir))
+    refuse_existing(out_dir, "checkpoint directory")
     config = read_checkpoint_config(ckpt_dir)
+    stamp = _stamp(ckpt_dir)
     entries = read_header(ckpt_dir / WEIGHTS_FILE)
     layout = layout_of(config)(config, entries)
     recipes = _recipes(layout, entries, ckpt_dir)
     tables = {layout.disk_name(w.scale_owner) for w in layout.wanted if w.scale_owner}
-    algorithm, separate, inline = declare(_declared(layout, entries), tables, config.quantization)
+    declared = declare(_declared(layout, entries), tables, config.quantization)
+    plan = ExportPlan(ckpt_dir, stamp, layout, list(_groups(recipes)), *declared, workers)
+    tokenizer = ckpt_dir / TOKENIZER_DIR
+    files = sum(p.stat().st_size for p in tokenizer.iterdir()) if tokenizer.is_dir() else 0
+    require_space(out_dir, work_directory(out_dir), plan.bytes_written + files)
+    return plan
+
+
+def export_hf(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportReport:
+    """Write the Hugging Face form of a converted checkpoint to the new directory `out_dir`.
+
+    The vision tower is not part of a converted checkpoint, so a text-only model comes out. Killed
+    work is continued as in a conversion. Errors as in `plan_export`.
+    """
+    return execute(plan_export(ckpt_dir, out_dir, workers=workers), out_dir)
+
+
+def execute(plan: ExportPlan, out_dir: Path) -> ExportReport:
+    """Write the checkpoint of a plan to `out_dir`."""
     start = time.monotonic()
-    groups = list(_groups(recipes))
-    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
-    written = (ckpt_dir / WEIGHTS_FILE).stat().st_mtime_ns
-    facts = [(r.outputs, r.sources) for r in recipes], written, layout.config, inline
+    total = plan.bytes_written
+    sources = [(recipe.outputs, recipe.sources) for group in plan.groups for recipe in group]
+    facts = (plan.stamp, sources, plan.layout.config, plan.inline)
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
-    total = sum(recipe.outputs[0].nbytes for recipe in recipes)
     with (
         resumable_directory(out_dir, fingerprint, "checkpoint directory") as partial,
         progress("export", total, "bytes") as bar,
     ):
         first = 0
-        for name, group in zip(names, groups, strict=True):
+        for name, group in zip(plan.files, plan.groups, strict=True):
             tasks = split_tasks(group)
             with OutputFile(partial.work / name, [recipe.outputs[0] for recipe in group]) as file:
                 run_tasks(
-                    tasks, partial, file, operations={}, workers=workers, bar=bar, first=first
+                    tasks, partial, file, operations={}, workers=plan.workers, bar=bar, first=first
                 )
             first += len(tasks)
+        if _stamp(plan.ckpt_dir) != plan.stamp:
+            raise InputError(
+                "the checkpoint changed while it was exported",
+                where=str(plan.ckpt_dir / WEIGHTS_FILE),
+                fix="export again when nothing writes to it",
+            )
         index = {
             recipe.outputs[0].name: name
-            for name, group in zip(names, groups, strict=True)
+            for name, group in zip(plan.files, plan.groups, strict=True)
             for recipe in group
         }
-        _write_rest(partial.work, layout, index, total, inline)
-        if separate is not None:
-            _write_json(partial.work / "hf_quant_config.json", separate)
-        _copy_tokenizer(ckpt_dir / TOKENIZER_DIR, partial.work)
-    count = len(index) + len(layout.constants)
+        _write_rest(partial.work, plan.layout, index, total, plan.inline)
+        if plan.separate is not None:
+            _write_json(partial.work / QUANT_CONFIG, plan.separate)
+        _copy_tokenizer(plan.ckpt_dir / TOKENIZER_DIR, partial.work)
+    count = len(index) + len(plan.layout.constants)
     seconds = time.monotonic() - start
-    return ExportReport(out_dir, algorithm, count, total, len(groups), seconds)
+    return ExportReport(out_dir, plan.algorithm, count, total, len(plan.groups), seconds)
+
+
+def _stamp(ckpt_dir: Path) -> tuple[int, int]:
+    """Bytes and time of the last change of the weights. Raises InputError when there are none."""
+    path = ckpt_dir / WEIGHTS_FILE
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InputError(
+            "the checkpoint has no weights", where=str(path), found=error.strerror or str(error)
+        ) from error
+    return status.st_size, status.st_mtime_ns
 
 
 def _format_of(wanted: Wanted, entries: Mapping[str, TensorEntry]) -> Format | None:
@@ -238,10 +323,13 @@ def _name(part: Part, component: Component) -> str:
 
 
 def _declared(layout: HfLayout, entries: Mapping[str, TensorEntry]) -> dict[str, Storage | None]:
-    """Module name on disk -> (algorithm, group size), None for a plain matrix."""
+    """Module name on disk -> (algorithm, group size), None for a plain matrix.
+
+    Readers take every linear layer for quantised that is not named as plain, hence all matrices.
+    """
     modules: dict[str, Storage | None] = {}
     for wanted in layout.wanted:
-        if wanted.quantize is None and wanted.scale_owner is None:
+        if len(wanted.shape) < 2:
             continue
         format_ = _format_of(wanted, entries)
         storage = None

@@ -29,6 +29,11 @@ class Partial:
         self._journal.flush()
 
 
+def work_directory(path: Path) -> Path:
+    """Where the work on the directory `path` goes on until it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextmanager
 def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Partial]:
     """Yield a work directory beside `path`; rename it to `path` when the block ends well.
@@ -42,7 +47,7 @@ def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Par
     cannot be created.
     """
     refuse_existing(path, what)
-    work = path.with_name(f".{path.name}.partial")
+    work = work_directory(path)
     try:
         work.mkdir(parents=True, exist_ok=True)
         lock = (work / _JOURNAL).open("a+")

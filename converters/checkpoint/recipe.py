@@ -45,6 +45,9 @@ class Wanted:
         keep_float32: a float32 source stays float32 whatever the checkpoint's type.
         may_widen: a float32 source among narrower weights is expected, and is cast.
         quantize: which `--only` class the tensor belongs to, None when it is never quantised.
+        precise: a source may hold it quantised, but it is not quantised here.
+        fused: name that tensors share which engines join into one product: such a product has one
+            global scale, so they get the same.
         scale_owner: module that holds the one scale of all parts, when they share it.
     """
 
@@ -56,6 +59,8 @@ class Wanted:
     keep_float32: bool = False
     may_widen: bool = False
     quantize: Literal["experts", "mlp", "all"] | None = None
+    precise: bool = False
+    fused: str | None = None
     scale_owner: str | None = None
 
     def __post_init__(self) -> None:
@@ -66,25 +71,30 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Module:
-    """How one matrix is stored in the result.
+    """How one matrix is stored in the source, of which declarations speak, and in the result.
 
     Attributes:
         target: module name in the TensorRT-LLM checkpoint.
         source: canonical names of its source modules.
-        algorithm: TensorRT-LLM's name, None for a plain matrix.
-        group_size: columns per scale.
-        is_table: looked up by row, not multiplied.
-        stored: algorithm that it has in the source, which is all that declarations speak of.
+        algorithm: in the result, TensorRT-LLM's name, None for a plain matrix.
+        group_size: columns per scale in the result.
+        stored, stored_group_size: the same in the source.
         activation: whether a scale of its input comes with it.
+        scope: `--only` class; None for what is never quantised.
+        is_stacked: the source holds several matrices in one tensor.
+        is_table: looked up by row, not multiplied.
     """
 
     target: str
     source: tuple[str, ...]
     algorithm: str | None
     group_size: int | None
-    is_table: bool
     stored: str | None
-    activation: bool = False
+    stored_group_size: int | None
+    activation: bool
+    scope: str | None
+    is_stacked: bool
+    is_table: bool
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ class Recipe:
         pieces: projections in each matrix.
         matrix_shape: rows and columns of each matrix that is quantised.
         positive: every value must be finite and above zero (scales).
+        peers: further tensors whose largest magnitude counts for the global scale.
         room: of a copy: rows and columns that each source, a matrix, takes in the output.
     """
 
@@ -123,4 +134,5 @@ class Recipe:
     pieces: int = 1
     matrix_shape: tuple[int, int] = (0, 0)
     positive: bool = False
+    peers: tuple[TensorEntry, ...] = ()
     room: Shape | None = None

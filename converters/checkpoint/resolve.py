@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from converters.checkpoint.header import TensorEntry
 from converters.checkpoint.match import Findings, unexpected_names
@@ -14,7 +14,14 @@ from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
 from converters.quantization.calibration import Calibration
 from converters.quantization.declared import Claims
-from converters.quantization.evidence import Names, carry_over, detect, target_name
+from converters.quantization.evidence import (
+    Names,
+    carry_over,
+    detect,
+    has_scales,
+    module_of,
+    target_name,
+)
 from converters.quantization.formats import Format
 from converters.quantization.kv_cache import CachePlan, plan_caches
 from converters.quantization.targets import Quantize, quantized_recipes
@@ -60,29 +67,37 @@ def resolve(
     names = Names(plan.names, source.tensors)
     recipes: list[Recipe] = []
     modules: list[Module] = []
+    fused: dict[str, list[int]] = defaultdict(list)
     for wanted in plan.wanted:
-        before = len(recipes)
         stored = format_ = _common_format(wanted, names, findings)
-        if format_ is not None:
-            recipes += carry_over(wanted, format_, names, findings)
+        if stored is not None:
+            made = list(carry_over(wanted, stored, names, findings))
         else:
             entries = _plain_sources(wanted, names, findings, dtype, strict=strict)
             if len(entries) < len(wanted.parts):
                 continue
             if quantize is not None and quantize.covers(wanted):
-                recipes += quantized_recipes(wanted, entries, quantize, findings)
+                made = quantized_recipes(wanted, entries, quantize, findings)
                 format_ = quantize.format
+                if wanted.fused is not None:
+                    fused[wanted.fused] += range(len(recipes), len(recipes) + len(made))
                 if calibration is not None:
-                    recipes += calibration.activation(wanted, format_, findings)
+                    made = made + calibration.activation(wanted, format_, findings)
             else:
-                recipes.append(_copy_recipe(wanted, entries, dtype))
-        if wanted.quantize is not None or wanted.scale_owner is not None:
-            modules.append(_module(wanted, format_, stored, recipes[before:]))
+                made = [_copy_recipe(wanted, entries, dtype)]
+        recipes += made
+        if len(wanted.shape) > 1:
+            modules.append(_module(wanted, format_, stored, made))
     sources = [names] if calibration is None else [names, calibration.names]
     caches = plan_caches(plan.caches, kv_cache, claims, sources, findings)
     recipes += caches.recipes
     findings.unexpected = unexpected_names(source.tensors, names.used, plan.ignored)
     findings.raise_if_any(str(source.directory))
+    for numbers in fused.values():
+        members = [recipes[number].sources for number in numbers]
+        for number, own in zip(numbers, members, strict=True):
+            peers = tuple(entry for other in members if other is not own for entry in other)
+            recipes[number] = replace(recipes[number], peers=peers)
     return Resolved(recipes, modules, caches)
 
 
@@ -93,17 +108,23 @@ def _module(
     activation = format_.activation if format_ else None
     return Module(
         wanted.target.removesuffix(".weight"),
-        tuple(part.name.removesuffix(".weight") for part in wanted.parts),
+        tuple(module_of(part) for part in wanted.parts),
         format_.algorithm if format_ else None,
         format_.group_size if format_ else None,
-        wanted.scale_owner is not None,
         stored.algorithm if stored else None,
+        stored.group_size if stored else None,
         activation is not None and target_name(wanted.target, activation) in outputs,
+        scope=wanted.quantize,
+        is_stacked=any(len(part.shape) > 2 for part in wanted.parts) and wanted.matrices > 0,
+        is_table=wanted.scale_owner is not None,
     )
 
 
 def _common_format(wanted: Wanted, names: Names, findings: Findings) -> Format | None:
-    """The format of most parts; parts in another one are findings."""
+    """The format of most parts; parts in another one are findings.
+
+    Codes without any scale take the format of the rest, so that the missing scale gets its name.
+    """
     if wanted.quantize is None and wanted.scale_owner is None:
         return None
     found = {part.name: detect(names, part) for part in wanted.parts if _is_there(names, part.name)}
@@ -111,9 +132,13 @@ def _common_format(wanted: Wanted, names: Names, findings: Findings) -> Format |
     if not counts:
         return None
     ((common, _),) = counts.most_common(1)
-    for name, format_ in found.items():
-        if format_ != common:
-            findings.wrong[name] = (
+    for part in wanted.parts:
+        format_ = found.get(part.name, common)
+        if format_ == common:
+            continue
+        alike = format_ is not None and common is not None and format_.codes == common.codes
+        if not alike or has_scales(names, part):
+            findings.wrong[part.name] = (
                 f"{_describe(common)} like the rest of {wanted.target}",
                 _describe(format_),
             )

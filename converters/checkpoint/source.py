@@ -18,6 +18,7 @@ from converters.checkpoint.json_files import read_json_object
 from plugins.support.errors import InputError
 
 INDEX_FILE = "model.safetensors.index.json"
+QUANT_CONFIG = "hf_quant_config.json"
 # Mistral's own layout: other names, other configuration keys, one file.
 MISTRAL_CONFIG, MISTRAL_WEIGHTS = "params.json", "consolidated.safetensors"
 
@@ -97,6 +98,16 @@ class SourceCheckpoint:
         if not data:
             return torch.empty(entry.shape, dtype=entry.dtype.torch)
         return torch.frombuffer(data, dtype=entry.dtype.torch).reshape(entry.shape)
+
+    def stamps(self) -> tuple[tuple[str, int, int], ...]:
+        """Name, bytes and time of the last change of every file that a conversion depends on."""
+        paths = [self.config_file, *self.files, self.directory / QUANT_CONFIG]
+        return tuple(
+            (path.name, status.st_size, status.st_mtime_ns)
+            for path in paths
+            if path.exists()
+            for status in [path.stat()]
+        )
 
     def identity(self) -> SourceIdentity:
         """Digest of config, names, dtypes, shapes, sizes and content samples of all files."""

@@ -23,9 +23,18 @@ from plugins.support.progress import Reporter
 
 # A piece that one worker holds in memory. Large enough for full disk speed.
 CHUNK_BYTES = 16 * 1024 * 1024
+# Buffers of one worker: a chunk as read, widened for checks, and as written.
+_CHUNKS_PER_WORKER = 6
+# Names, places and recipes of one source tensor, measured on 300,000 of them.
+_PLAN_BYTES_PER_TENSOR = 1200
 # Elements that are checked and cast at a time: several passes over them stay in the cache.
 _CAST_ELEMENTS = 256 * 1024
 _INTEGERS = {16: torch.int16, 32: torch.int32}
+
+
+def peak_bytes(workers: int, tensors: int) -> int:
+    """Most memory of a run beyond the program itself: buffers of the workers, and the plan."""
+    return workers * _CHUNKS_PER_WORKER * CHUNK_BYTES + tensors * _PLAN_BYTES_PER_TENSOR
 
 
 class _Buffers(threading.local):
@@ -137,10 +146,6 @@ class Task:
         return sum(segment.nbytes for segment in self.segments)
 
 
-# What an operation that computes does: (task, file, report of bytes read).
-Compute = Callable[[Task, OutputFile, Callable[[int], None]], None]
-
-
 def split_tasks(recipes: Sequence[Recipe]) -> list[Task]:
     """Independent tasks: one per source tensor of a copy, one per matrix of a quantisation."""
     tasks = []
@@ -177,18 +182,35 @@ def _matrix_tasks(recipe: Recipe) -> list[Task]:
     return [Task(recipe, group, matrix, 0) for matrix, group in enumerate(groups)]
 
 
-class NarrowingCounts:
-    """Values that a cast to a narrower type made subnormal or zero, by target tensor."""
+class Counts:
+    """Values that lost more than precision, by target tensor; may be used from any thread.
+
+    Attributes:
+        small: made subnormal or zero by a cast to a narrower type.
+        zeroed: made zero by quantisation because their whole block is too small for its scale.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.small: Counter[str] = Counter()
+        self.zeroed: Counter[str] = Counter()
 
-    def add(self, name: str, count: int) -> None:
-        """Add to a tensor's count; may be called from any thread."""
+    def narrowed(self, name: str, count: int) -> None:
+        """Add to a tensor's values that a cast changed."""
+        self._add(self.small, name, count)
+
+    def vanished(self, name: str, count: int) -> None:
+        """Add to a tensor's values that quantisation lost."""
+        self._add(self.zeroed, name, count)
+
+    def _add(self, counter: Counter[str], name: str, count: int) -> None:
         if count:
             with self._lock:
-                self.small[name] += count
+                counter[name] += count
+
+
+# What an operation that computes does: (task, file, report of bytes read, counts).
+Compute = Callable[[Task, OutputFile, Callable[[int], None], Counts], None]
 
 
 def run_tasks(
@@ -200,14 +222,14 @@ def run_tasks(
     workers: int,
     bar: Reporter,
     first: int = 0,
-) -> NarrowingCounts:
+) -> Counts:
     """Do all tasks that are not done yet, `workers` at a time.
 
     The tasks count from `first` in the journal, so that several files can share one.
 
     Raises the first error of any task after the running ones have stopped.
     """
-    lock, stop, counts = threading.Lock(), threading.Event(), NarrowingCounts()
+    lock, stop, counts = threading.Lock(), threading.Event(), Counts()
 
     def advance(amount: int, note: str) -> None:
         with lock:
@@ -224,7 +246,8 @@ def run_tasks(
             if task.recipe.operation == "copy":
                 copy(task, file, lambda amount: advance(amount, name), counts)
             else:
-                operations[task.recipe.operation](task, file, lambda amount: advance(amount, name))
+                operation = operations[task.recipe.operation]
+                operation(task, file, lambda amount: advance(amount, name), counts)
             with lock:
                 partial.mark(first + number)
         except BaseException:
@@ -250,9 +273,7 @@ def run_tasks(
     return counts
 
 
-def copy(
-    task: Task, file: OutputFile, advance: Callable[[int], None], counts: NarrowingCounts
-) -> None:
+def copy(task: Task, file: OutputFile, advance: Callable[[int], None], counts: Counts) -> None:
     """Copy or cast one source tensor into its place, zeros behind it where it has more room.
 
     Raises InputError when a value does not fit the target type, or a scale is not positive.
@@ -310,7 +331,7 @@ def _copy_bytes(
 
 
 def _cast(
-    values: torch.Tensor, dtype: DType, entry: TensorEntry, name: str, counts: NarrowingCounts
+    values: torch.Tensor, dtype: DType, entry: TensorEntry, name: str, counts: Counts
 ) -> torch.Tensor:
     result = _buffers.of("cast", dtype.torch, values.numel()).copy_(values)
     source, target = torch.finfo(values.dtype), torch.finfo(dtype.torch)
@@ -334,7 +355,7 @@ def _cast(
             )
     below = int(torch.count_nonzero(bits < smallest))
     zeros = values.numel() - int(torch.count_nonzero(values))
-    counts.add(name, below - zeros)
+    counts.narrowed(name, below - zeros)
     return result
 
 

@@ -87,6 +87,8 @@ class _Plan:
         keep_float32: bool = False,
         may_widen: bool = False,
         quantize: Literal["experts", "mlp", "all"] | None = None,
+        precise: bool = False,
+        fused: str | None = None,
     ) -> None:
         self.list.append(
             Wanted(
@@ -96,14 +98,32 @@ class _Plan:
                 keep_float32=keep_float32,
                 may_widen=may_widen,
                 quantize=quantize,
+                precise=precise,
+                fused=fused,
             )
         )
 
     def _norm(self, target: str, source: str, width: int) -> None:
         self._one(f"{target}.weight", f"{source}.weight", (width,), may_widen=True)
 
-    def _linear(self, target: str, source: str, rows: int, columns: int) -> None:
-        self._one(f"{target}.weight", f"{source}.weight", (rows, columns), quantize="all")
+    def _linear(
+        self,
+        target: str,
+        source: str,
+        rows: int,
+        columns: int,
+        *,
+        precise: bool = False,
+        fused: str | None = None,
+    ) -> None:
+        self._one(
+            f"{target}.weight",
+            f"{source}.weight",
+            (rows, columns),
+            quantize="all",
+            precise=precise,
+            fused=fused,
+        )
 
     def _layer(
         self,
@@ -135,7 +155,14 @@ class _Plan:
             "dense": (hidden, mla.heads * mla.value),
         }
         for name, (rows, columns) in linears.items():
-            self._linear(f"{target}{name}", f"{source}{_ATTENTION[name]}", rows, columns)
+            self._linear(
+                f"{target}{name}",
+                f"{source}{_ATTENTION[name]}",
+                rows,
+                columns,
+                precise=name == "gate",
+                fused=f"{target}qkv_a" if name in ("q_a", "kv_a") else None,
+            )
         for name, width in (
             ("q_a_layernorm", mla.q_rank),
             ("kv_a_layernorm", mla.kv_rank),
@@ -145,9 +172,13 @@ class _Plan:
 
     def _indexer(self, target: str, source: str, mla: Mla) -> None:
         heads, width = self.block.index_n_heads, self.block.index_head_dim
-        self._linear(f"{target}q_b", f"{source}wq_b", heads * width, mla.q_rank)
-        self._linear(f"{target}k", f"{source}wk", width, self.hidden)
-        self._linear(f"{target}weights", f"{source}weights_proj", heads, self.hidden)
+        # The released FP8 checkpoint has these in FP8; a selection made with less is another one.
+        for name, origin, rows, columns in (
+            ("q_b", "wq_b", heads * width, mla.q_rank),
+            ("k", "wk", width, self.hidden),
+            ("weights", "weights_proj", heads, self.hidden),
+        ):
+            self._linear(f"{target}{name}", f"{source}{origin}", rows, columns, precise=True)
         for kind in ("weight", "bias"):
             self._one(
                 f"{target}k_layernorm.{kind}", f"{source}k_norm.{kind}", (width,), may_widen=True

@@ -63,7 +63,8 @@ class Calibration:
                 expected=f"tensors named *.{_SUFFIX}, as Model Optimizer exports them",
                 fix="calibrate with a forward loop; without one no scales are written",
             )
-        algorithms = {claim.algorithm for claim in read_claims(source, canonical)} - {None, MIXED}
+        wholes = [claim.whole for claim in read_claims(source, canonical) if claim.whole]
+        algorithms = {whole.algorithm for whole in wholes} - {MIXED}
         declared = algorithms.pop() if len(algorithms) == 1 else None
         return cls(source, Names(names, source.tensors), declared)
 

@@ -2,7 +2,8 @@
 
 The tensors decide. A claim about a named module, about the table or about the whole model that the
 tensors contradict is an error that states both. Exclusion patterns only express what an exporter
-left alone, often in another spelling, so a pattern that disagrees or matches nothing is reported.
+left alone, often in another spelling, so a pattern that disagrees or matches nothing is reported;
+so is what a claim about the whole model does not cover.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 from converters.checkpoint.match import grouped
 from converters.checkpoint.recipe import Module
-from converters.checkpoint.source import SourceCheckpoint
+from converters.checkpoint.source import QUANT_CONFIG, SourceCheckpoint
 from plugins.support.errors import InputError
 
 MIXED = "MIXED_PRECISION"
@@ -25,26 +27,44 @@ _KNOWN = ("NVFP4", "FP8", "FP8_BLOCK_SCALES", MIXED)
 
 
 @dataclass(frozen=True)
+class Declared:
+    """A format by name; `group_size` (columns per scale) is None where nothing is said of it."""
+
+    algorithm: str
+    group_size: int | None = None
+
+    def is_of(self, module: Module) -> bool:
+        """Whether a module is stored as declared."""
+        sizes = {self.group_size, module.stored_group_size} - {None}
+        return self.algorithm == module.stored and len(sizes) <= 1
+
+    def __str__(self) -> str:
+        return self.algorithm + (f" in groups of {self.group_size}" if self.group_size else "")
+
+
+@dataclass(frozen=True)
 class Claims:
     """One declaration.
 
     Attributes:
         where: file and key.
-        algorithm: of the whole model, None when only modules are named.
-        modules: canonical module name -> algorithm; covers everything below it.
+        whole: of the whole model, None when only modules are named.
+        modules: canonical module name -> format; covers everything below it.
         excluded: patterns of modules that are said to be plain.
         included: parts of names of modules that are said to be quantised although they are not
             linear layers.
+        all_linears: whether `whole` speaks of every linear layer that is not excluded.
         activations: whether scales of activations belong to the weights.
         table: algorithm of the n-gram table.
         kv_cache: algorithm of the key and value cache.
     """
 
     where: str
-    algorithm: str | None
-    modules: Mapping[str, str] = field(default_factory=dict)
+    whole: Declared | None
+    modules: Mapping[str, Declared] = field(default_factory=dict)
     excluded: Sequence[str] = ()
     included: Sequence[str] = ()
+    all_linears: bool = True
     activations: bool = False
     table: str | None = None
     kv_cache: str | None = None
@@ -69,9 +89,9 @@ def read_claims(source: SourceCheckpoint, canonical: Callable[[str], str]) -> li
         if table is not None:
             place = f"{source.directory / where}: ple_embedding_dtype"
             claims.append(Claims(place, None, table=_table(table, place)))
-    separate = source.optional_json("hf_quant_config.json")
+    separate = source.optional_json(QUANT_CONFIG)
     if separate is not None:
-        place = f"{source.directory / 'hf_quant_config.json'}: quantization"
+        place = f"{source.directory / QUANT_CONFIG}: quantization"
         # Flat in the newer form.
         nested = separate if "quant_algo" in separate else separate.get("quantization")
         inner = _mapping(nested, place)
@@ -100,26 +120,27 @@ def compare(
         _check_model(claim, modules)
         for module in modules:
             if module.is_table and claim.table is not None and module.stored != claim.table:
-                raise _contradiction(claim, module, claim.table)
+                raise _contradiction(claim, module, Declared(claim.table))
         notes += [
             f"exclusion {pattern!r} matches nothing ({claim.where})"
             for pattern in claim.excluded
             if spellings is not None and not spellings.match(pattern)
         ]
         notes += _disagreements(claim, modules, canonical)
+    notes += _unequal_files(claims, canonical)
     stored = {module.stored for module in modules if module.stored}
-    if stored and not any(claim.algorithm or claim.modules or claim.table for claim in claims):
+    if stored and not any(claim.whole or claim.modules or claim.table for claim in claims):
         notes.append(f"quantised as {', '.join(sorted(stored))}, declared nowhere")
     return notes
 
 
 def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> None:
     for name, declared in claim.modules.items():
-        covered = [m for m in modules if any(_below(source, name) for source in m.source)]
+        covered = [module for module in modules if _covers(name, module)]
         if not covered:
             notes.append(f"quantised layer {name!r} matches nothing ({claim.where})")
         for module in covered:
-            if module.stored != declared:
+            if not declared.is_of(module):
                 raise _contradiction(claim, module, declared)
     for part in claim.included:
         covered = [m for m in modules if any(part in source for source in m.source)]
@@ -127,26 +148,26 @@ def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> 
             notes.append(f"quantised layer {part!r} matches nothing ({claim.where})")
         for module in covered:
             if module.stored is None:
-                raise _contradiction(claim, module, f"FP8 ({part})")
+                raise _contradiction(claim, module, Declared(f"FP8 ({part})"))
 
 
 def _check_model(claim: Claims, modules: Sequence[Module]) -> None:
-    if claim.algorithm is None:
+    if claim.whole is None:
         return
     stored = [module for module in modules if module.stored]
     if not stored:
         raise InputError(
             "the configuration declares quantised weights, but all weights are plain",
             where=claim.where,
-            expected=claim.algorithm,
+            expected=claim.whole.algorithm,
             found="no codes and scales",
         )
-    if claim.algorithm == MIXED:
+    if claim.whole.algorithm == MIXED:
         return
     for module in stored:
         # One entry for the whole model speaks of linear layers, not of the table.
-        if not module.is_table and module.stored != claim.algorithm:
-            raise _contradiction(claim, module, claim.algorithm)
+        if not module.is_table and not claim.whole.is_of(module):
+            raise _contradiction(claim, module, claim.whole)
 
 
 def _disagreements(
@@ -154,16 +175,23 @@ def _disagreements(
 ) -> list[str]:
     """Linear layers that are not as patterns or one name for the whole model have it."""
     patterns = [form for pattern in claim.excluded for form in _forms(pattern, canonical)]
-    linear = [module for module in modules if not module.is_table]
+    linear = [module for module in modules if module.scope is not None]
     excluded = {
         module
         for module in linear
         if any(_matches(pattern, _prefixed(module.source[0])) for pattern in patterns)
     }
     groups = {"excluded but quantised": [m for m in linear if m.stored and m in excluded]}
-    if claim.algorithm not in (None, MIXED):
-        plain = [m for m in linear if m.stored is None and m not in excluded]
-        groups[f"declared {claim.algorithm} but plain"] = plain
+    if claim.whole is not None and claim.whole.algorithm == MIXED and claim.modules:
+        groups["quantised but not listed"] = [
+            m
+            for m in linear
+            if m.stored and m not in excluded and not any(_covers(n, m) for n in claim.modules)
+        ]
+    elif claim.whole is not None and claim.whole.algorithm != MIXED:
+        if claim.all_linears:
+            plain = [m for m in linear if m.stored is None and m not in excluded]
+            groups[f"declared {claim.whole.algorithm} but plain"] = plain
         if claim.activations:
             groups["without scales of activations, which the algorithm declares"] = [
                 m for m in linear if m.stored and not m.activation
@@ -175,12 +203,27 @@ def _disagreements(
     ]
 
 
-def _contradiction(claim: Claims, module: Module, declared: str) -> InputError:
+def _unequal_files(claims: Sequence[Claims], canonical: Callable[[str], str]) -> list[str]:
+    """Two declarations that both fit the tensors and still differ."""
+    notes = []
+    stated = [claim for claim in claims if claim.whole or claim.modules]
+    for first, second in pairwise(stated):
+        for one, two in ((first, second), (second, first)):
+            listed = one.modules.keys() - two.modules.keys()
+            excluded = {canonical(pattern) for pattern in one.excluded}
+            excluded -= {canonical(pattern) for pattern in two.excluded}
+            for what, names in (("lists as quantised", listed), ("excludes", excluded)):
+                notes += [f"only {one.where} {what}: {line}" for line in grouped(sorted(names))]
+    return notes
+
+
+def _contradiction(claim: Claims, module: Module, declared: Declared) -> InputError:
+    found = Declared(module.stored, module.stored_group_size) if module.stored else "plain weights"
     return InputError(
         "the configuration and the tensors contradict each other",
         where=f"{claim.where} and tensors of {module.source[0]}",
         expected=f"{declared}, as declared",
-        found=f"{module.stored or 'plain weights'}, by element types and scales",
+        found=f"{found}, by element types and scales",
         fix="correct the configuration; the tensors were not changed",
     )
 
@@ -195,7 +238,7 @@ def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str
             )
         return Claims(
             where,
-            "FP8_BLOCK_SCALES" if blocks else "FP8",
+            Declared("FP8_BLOCK_SCALES" if blocks else "FP8"),
             excluded=_names(block, "modules_to_not_convert", where),
             included=[canonical(name) for name in _names(block, "modules_to_convert", where)],
             activations=block.get("activation_scheme") == "static",
@@ -203,7 +246,12 @@ def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str
         )
     if method == "compressed-tensors":
         return _compressed_tensors(block, where)
-    if str(method).startswith("modelopt") or (method is None and "quant_algo" in block):
+    producer = block.get("producer")
+    if (
+        str(method).startswith("modelopt")
+        or (isinstance(producer, Mapping) and producer.get("name") == "modelopt")
+        or (method is None and "quant_algo" in block)
+    ):
         return _modelopt(block, where, canonical)
     raise InputError(
         "unsupported quantisation method",
@@ -218,12 +266,12 @@ def _modelopt(block: Mapping[str, Any], where: str, canonical: Callable[[str], s
     modules = {}
     for name, entry in _mapping(layers, f"{where}.quantized_layers").items():
         inner = _mapping(entry, f"{where}.quantized_layers.{name}")
-        modules[canonical(name)] = _algorithm(inner.get("quant_algo"), f"{where}: {name}")
+        modules[canonical(name)] = _declared(inner, f"{where}: {name}")
     algorithm = block.get("quant_algo")
     kv_cache = block.get("kv_cache_quant_algo") or _cache_scheme(block, where)
     return Claims(
         where,
-        None if algorithm is None else _algorithm(algorithm, where),
+        None if algorithm is None else _declared(block, where),
         modules,
         [*_names(block, "ignore", where), *_names(block, "exclude_modules", where)],
         activations=algorithm in ("NVFP4", "FP8"),
@@ -234,6 +282,7 @@ def _modelopt(block: Mapping[str, Any], where: str, canonical: Callable[[str], s
 def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
     groups = _mapping(block.get("config_groups"), f"{where}.config_groups")
     found = set()
+    targets: list[str] = []
     for name, group in groups.items():
         place = f"{where}.config_groups.{name}"
         weights = _mapping(_mapping(group, place).get("weights"), f"{place}.weights")
@@ -246,12 +295,14 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
                 expected=" or ".join(str(known) for known in _COMPRESSED),
                 found=str(key),
             )
-        found.add(algorithm)
-    algorithm = found.pop() if len(found) == 1 else MIXED
+        size = weights.get("group_size") if algorithm == "NVFP4" else None
+        found.add(Declared(algorithm, _group_size(size, f"{place}.weights")))
+        targets += _names(_mapping(group, place), "targets", place)
     return Claims(
         where,
-        algorithm,
+        found.pop() if len(found) == 1 else Declared(MIXED),
         excluded=_names(block, "ignore", where),
+        all_linears="Linear" in targets,
         kv_cache=_cache_scheme(block, where),
     )
 
@@ -273,8 +324,9 @@ _COMPRESSED: dict[tuple[Any, Any, Any], str] = {
 }
 
 
-def _algorithm(value: Any, where: str) -> str:
-    name = _ALIASES.get(str(value), str(value))
+def _declared(entry: Mapping[str, Any], where: str) -> Declared:
+    value = entry.get("quant_algo")
+    name = _ALIASES.get(str(value).upper(), str(value).upper())
     if name not in _KNOWN:
         raise InputError(
             "unsupported quantisation algorithm",
@@ -282,7 +334,13 @@ def _algorithm(value: Any, where: str) -> str:
             expected=", ".join([*_KNOWN, *_ALIASES]),
             found=str(value),
         )
-    return name
+    return Declared(name, _group_size(entry.get("group_size"), where))
+
+
+def _group_size(value: Any, where: str) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise InputError("not a number of columns", where=f"{where}.group_size", found=repr(value))
+    return value
 
 
 def _table(value: Any, where: str) -> str:
@@ -318,8 +376,20 @@ def _names(block: Mapping[str, Any], key: str, where: str) -> list[str]:
     return value
 
 
-def _below(module: str, name: str) -> bool:
-    return module == name or module.startswith((f"{name}.", f"{name}_proj"))
+def _covers(name: str, module: Module) -> bool:
+    """Whether an entry for `name` speaks of a module: itself, or one below that can be quantised.
+
+    Stacked experts stand for their members.
+    """
+    if name in module.source:
+        return True
+    if module.scope is None and not module.is_table:
+        return False
+    member = re.sub(r"\.experts\.\d+(\..*)?$", ".experts", name)
+    return any(
+        source.startswith(f"{name}.") or (module.is_stacked and source.startswith(f"{member}."))
+        for source in module.source
+    )
 
 
 def _prefixed(canonical: str) -> tuple[str, ...]:

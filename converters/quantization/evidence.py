@@ -105,21 +105,42 @@ def detect(names: Names, part: Part) -> Format | None:
         return formats.NVFP4
     if weight.dtype.name != "float8_e4m3fn":
         return None
+    scale = scales.get("weight_scale_inv", scales.get("weight_scale"))
+    if scale is None or (math.prod(scale.shape) == 1 and "weight_scale_inv" not in scales):
+        return formats.FP8
+    _refuse_other_groups(part, scale, where)
     if "weight_scale_inv" in scales:
         return formats.FP8_BLOCK
-    scale = scales.get("weight_scale")
-    if scale is None or math.prod(scale.shape) == 1:
+    if len(part.shape) == 3 and math.prod(scale.shape) in (part.shape[0], 2 * part.shape[0]):
         return formats.FP8
-    if scale.dtype.name in ("uint8", "float8_e8m0fnu"):
+    return formats.FP8_BLOCK_MODELOPT
+
+
+def has_scales(names: Names, part: Part) -> bool:
+    """Whether any scale lies beside a weight."""
+    module = module_of(part)
+    return any(names.component(module, suffix)[1] for suffix in formats.SCALE_SUFFIXES)
+
+
+def _refuse_other_groups(part: Part, scale: TensorEntry, where: str) -> None:
+    """Raise InputError for e4m3 codes with scales of a form that is known and not supported."""
+    *matrix, columns = part.shape
+    fix = "use a checkpoint in BF16, FP8 or NVFP4"
+    if scale.dtype.name in ("uint8", "float8_e8m0fnu") and scale.shape[-1:] == (-(-columns // 32),):
         raise InputError(
             "MXFP8 weights are not supported",
             where=where,
             found=f"float8_e4m3fn with {scale.dtype.name} scales per 32 columns",
-            fix="use a checkpoint in BF16, FP8 or NVFP4",
+            fix=fix,
         )
-    if len(part.shape) == 3 and math.prod(scale.shape) == part.shape[0]:
-        return formats.FP8
-    return formats.FP8_BLOCK_MODELOPT
+    blocks = formats.FP8_BLOCK.scales[0].shape(matrix[-1], columns)
+    if math.prod(scale.shape) == math.prod(matrix) > math.prod((*matrix[:-1], *blocks)):
+        raise InputError(
+            "FP8 weights with one scale per row are not supported",
+            where=where,
+            found=f"float8_e4m3fn with scales {list(scale.shape)}",
+            fix=fix,
+        )
 
 
 def carry_over(

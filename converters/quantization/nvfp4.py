@@ -61,6 +61,18 @@ def quantize(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, t
     )
 
 
+def vanished_blocks(packed: torch.Tensor, scales: torch.Tensor) -> int:
+    """Blocks of `quantize` that are zeros only because their scale would have been too small.
+
+    A block of zeros has scale 1, so these are the ones with the smallest scale and no code.
+    """
+    smallest = scales.view(torch.uint8).flatten() == 1
+    if not bool(smallest.any()):
+        return 0
+    magnitudes = packed.reshape(-1, BLOCK // 2)[smallest] & 0x77
+    return int((magnitudes == 0).all(dim=1).sum())
+
+
 class _Strip:
     """Buffers for one strip of values, used again for the next."""
 

@@ -5,11 +5,13 @@ A matrix that fits into one buffer is read once and kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 
-from converters.checkpoint.write import CHUNK_BYTES, Compute, OutputFile, Segment, Task
+from converters.checkpoint.header import TensorEntry
+from converters.checkpoint.write import CHUNK_BYTES, Compute, Counts, OutputFile, Segment, Task
 from converters.quantization import fp8, nvfp4
 from converters.quantization.magnitude import largest_magnitude
 from plugins.support.errors import InputError
@@ -19,22 +21,26 @@ Advance = Callable[[int], None]
 _ROW_STEP = fp8.BLOCK
 
 
-def quantize_nvfp4(task: Task, file: OutputFile, advance: Advance) -> None:
-    """Codes, block scales and one global scale, which gate and up of an expert share."""
+def quantize_nvfp4(task: Task, file: OutputFile, advance: Advance, counts: Counts) -> None:
+    """Codes, block scales and one global scale, which gate and up of an expert share, and the
+    peers of the recipe too.
+    """
     codes, blocks, scales = task.recipe.outputs
     rows, columns = task.recipe.matrix_shape
     matrix = _Matrix(task, advance)
-    scale = nvfp4.global_scale(matrix.largest())
+    peaks = [matrix.largest(), *map(_peak, task.recipe.peers)]
+    scale = nvfp4.global_scale(torch.stack(peaks).max())
     start = task.matrix * rows * columns
     for first, values in matrix.strips():
         packed, block_scales = nvfp4.quantize(values, scale)
         at = start + first * columns
         file.write(codes.name, at // 2, packed)
         file.write(blocks.name, at // nvfp4.BLOCK, block_scales)
+        counts.vanished(codes.name, nvfp4.BLOCK * nvfp4.vanished_blocks(packed, block_scales))
     _write_scalar(task, file, scales.name, scale)
 
 
-def quantize_fp8(task: Task, file: OutputFile, advance: Advance) -> None:
+def quantize_fp8(task: Task, file: OutputFile, advance: Advance, counts: Counts) -> None:
     """Codes and one scale, which gate and up of an expert share."""
     codes, scales = task.recipe.outputs
     rows, columns = task.recipe.matrix_shape
@@ -46,7 +52,7 @@ def quantize_fp8(task: Task, file: OutputFile, advance: Advance) -> None:
     _write_scalar(task, file, scales.name, scale)
 
 
-def quantize_fp8_blocks(task: Task, file: OutputFile, advance: Advance) -> None:
+def quantize_fp8_blocks(task: Task, file: OutputFile, advance: Advance, counts: Counts) -> None:
     """Codes and a scale per block; blocks do not straddle gate and up."""
     codes, scales = task.recipe.outputs
     rows, columns = task.recipe.matrix_shape
@@ -61,7 +67,7 @@ def quantize_fp8_blocks(task: Task, file: OutputFile, advance: Advance) -> None:
         block_row += block_scales.shape[0]
 
 
-def take_reciprocal(task: Task, file: OutputFile, advance: Advance) -> None:
+def take_reciprocal(task: Task, file: OutputFile, advance: Advance, counts: Counts) -> None:
     """Scales that a file holds as 1 / x."""
     (segment,) = task.segments
     values = segment.read(0, segment.count)
@@ -75,7 +81,7 @@ def take_reciprocal(task: Task, file: OutputFile, advance: Advance) -> None:
     advance(segment.nbytes)
 
 
-def write_ones(task: Task, file: OutputFile, advance: Advance) -> None:
+def write_ones(task: Task, file: OutputFile, advance: Advance, counts: Counts) -> None:
     """Scales that change nothing, where no others are known."""
     (output,) = task.recipe.outputs
     file.write(output.name, 0, torch.ones(output.shape, dtype=output.dtype.torch))
@@ -104,7 +110,7 @@ class _Matrix:
         keep = self._task.nbytes <= CHUNK_BYTES
         kept, peaks = [], []
         for first, values in self._read():
-            peaks.append(_finite_peak(values, self._task))
+            peaks.append(_finite_peak(values, self._task.segments[0].entry))
             if keep:
                 kept.append((first, values.clone()))
         self._kept = kept if keep else None
@@ -114,7 +120,7 @@ class _Matrix:
         """(first row, rows [n, columns]) in order; with `once`, values are checked here."""
         for first, values in self._kept if self._kept is not None else self._read():
             if once:
-                _finite_peak(values, self._task)
+                _finite_peak(values, self._task.segments[0].entry)
             yield first, values
         self._advance(self._task.nbytes)
 
@@ -140,18 +146,37 @@ class _Matrix:
                 yield Segment(segment.entry, segment.start + number * count, count)
 
 
-def _finite_peak(values: torch.Tensor, task: Task) -> torch.Tensor:
+def _peak(entry: TensorEntry) -> torch.Tensor:
+    """The largest magnitude of a whole tensor, float32 0-d."""
+    return torch.stack([_finite_peak(values, entry) for values in _chunks(entry)]).max()
+
+
+def _chunks(entry: TensorEntry) -> Iterator[torch.Tensor]:
+    segment = Segment(entry, 0, math.prod(entry.shape))
+    step = CHUNK_BYTES // 4
+    for start in range(0, segment.count, step):
+        yield segment.read(start, min(step, segment.count - start))
+
+
+def _finite_peak(values: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """The largest magnitude of a piece of a tensor, float32 0-d.
+
+    Raises InputError with the counts of the whole tensor when it is not finite.
+    """
     peak = largest_magnitude(values)
-    if not bool(peak.isfinite()):
-        entry = task.segments[0].entry
-        bad = values.numel() - int(values.isfinite().sum())
-        raise InputError(
-            f"{bad} values are NaN or infinite, so no scale can be found",
-            where=f"{entry.file}: {entry.name}",
-            expected="finite values",
-            found=f"in the part of {task.recipe.outputs[0].name} that it makes",
-        )
-    return peak.float()
+    if bool(peak.isfinite()):
+        return peak.float()
+    nan = infinite = 0
+    for piece in _chunks(entry):
+        nan += int(piece.isnan().sum())
+        infinite += int(piece.isinf().sum())
+    raise InputError(
+        f"{nan + infinite} values are NaN or infinite, so no scale can be found",
+        where=f"{entry.file}: {entry.name}",
+        expected="finite values",
+        found=f"{nan} NaN and {infinite} infinite among {math.prod(entry.shape)}",
+        fix="repair the checkpoint, or leave the weight out with a narrower --only",
+    )
 
 
 def _write_scalar(task: Task, file: OutputFile, name: str, scale: torch.Tensor) -> None:

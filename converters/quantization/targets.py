@@ -59,9 +59,13 @@ class Quantize:
 
     def covers(self, wanted: Wanted) -> bool:
         """Whether a tensor is to be quantised."""
-        if wanted.quantize is None or wanted.target.startswith("mtp."):
+        if wanted.quantize is None or wanted.precise or wanted.target.startswith("mtp."):
             return False
-        return _SCOPES.index(wanted.quantize) <= _SCOPES.index(self.only)
+        return self.covers_scope(wanted.quantize)
+
+    def covers_scope(self, scope: str | None) -> bool:
+        """Whether tensors of a scope are to be quantised."""
+        return scope is not None and _SCOPES.index(scope) <= _SCOPES.index(self.only)
 
 
 def quantized_recipes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from converters.qwen38.weights import cached_layers, wanted_tensors
 
 # Keys of the family block that have no place in a Hugging Face configuration.
 _OWN_KEYS = {"ple_layers", "ngram_eos_token_id", "mrope_section", "mrope_interleaved"}
+_TABLE_TYPES = {"float8_e4m3fn": "float8_e4m3fn", "uint8": "nvfp4"}
 _VISION_KEYS = {
     "image_token_id",
     "video_token_id",
@@ -35,12 +36,26 @@ def layout(config: CheckpointConfig, entries: Mapping[str, TensorEntry]) -> HfLa
     for item in wanted_tensors(config, stacked_experts=False):
         wanted.append(item if item.target in quantised else stacked[item.target])
     return HfLayout(
-        _config(config), wanted, _disk_name, _constants(config), caches=cached_layers(config)
+        _config(config) | _table_type(wanted, entries),
+        wanted,
+        _disk_name,
+        _constants(config),
+        caches=cached_layers(config),
     )
 
 
+def _table_type(wanted: Sequence[Wanted], entries: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """The key by which servers choose the table's storage before anything else is asked."""
+    for item in wanted:
+        if item.scale_owner is not None and item.target in entries:
+            kind = _TABLE_TYPES.get(entries[item.target].dtype.name)
+            return {} if kind is None else {"ple_embedding_dtype": kind}
+    return {}
+
+
 def _disk_name(canonical: str) -> str:
-    return canonical if canonical.startswith(("lm_head.", "mtp.")) else f"model.{canonical}"
+    own = canonical.partition(".")[0] in ("lm_head", "mtp")
+    return canonical if own else f"model.{canonical}"
 
 
 def _constants(config: Qwen38CheckpointConfig) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ changed: centred norm weights stay centred, the network adds the 1.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -46,9 +47,8 @@ def plan_tensors(source: SourceCheckpoint, config: Qwen38CheckpointConfig) -> Te
     names, groups = canonical_names(source, canonical_name, _IGNORED)
     constants = _check_hash_constants(source, config, names)
     # Main and draft experts may lie in different layouts, so each group is looked at.
-    wanted = _Names(
-        config, lambda experts: any(f"{experts}.{name}" in names for name in _STACKED)
-    ).wanted()
+    stacked = {name.partition(".experts.")[0] for name in names if _STACKED.search(name)}
+    wanted = _Names(config, lambda experts: experts.removesuffix(".experts") in stacked).wanted()
     groups.append(Ignored("hash constants, checked and kept in config.json", tuple(constants)))
     used = [group for group in groups if group.names]
     return TensorPlan(names, wanted, used, _declared_name(config), cached_layers(config))
@@ -163,11 +163,17 @@ class _Names:
         )
 
     def _linear(
-        self, target: str, source: str, rows: int, columns: int, group: Literal["mlp", "all"]
+        self,
+        target: str,
+        source: str,
+        rows: int,
+        columns: int,
+        group: Literal["mlp", "all"],
+        fused: str | None = None,
     ) -> None:
         shape = (rows, columns)
         part = Part(f"{source}.weight", shape)
-        self.list.append(Wanted(f"{target}.weight", shape, (part,), quantize=group))
+        self.list.append(Wanted(f"{target}.weight", shape, (part,), quantize=group, fused=fused))
 
     def _hyper_connection(self, target: str, source: str, *, inject: bool) -> None:
         width, rank = self.block.hc_count * self.hidden, self.block.hc_lowrank
@@ -197,8 +203,10 @@ class _Names:
         heads = block.linear_num_value_heads
         value = heads * block.linear_value_head_dim
         mixed = 2 * key + value
-        self._linear(f"{target}in_proj_qkv", f"{source}in_proj_qkv", mixed, self.hidden, "all")
-        self._linear(f"{target}in_proj_z", f"{source}in_proj_z", value, self.hidden, "all")
+        for name, rows in (("in_proj_qkv", mixed), ("in_proj_z", value)):
+            self._linear(
+                f"{target}{name}", f"{source}{name}", rows, self.hidden, "all", f"{target}in_proj"
+            )
         for name in ("in_proj_b.weight", "in_proj_a.weight"):
             self._one(f"{target}{name}", f"{source}{name}", (heads, self.hidden))
         self._one(
@@ -216,9 +224,10 @@ class _Names:
         head = self.config.head_size
         queries = self.config.num_attention_heads * head
         keys = self.config.num_key_value_heads * head
-        self._linear(f"{target}q", f"{source}q_proj", 2 * queries, self.hidden, "all")
-        self._linear(f"{target}k", f"{source}k_proj", keys, self.hidden, "all")
-        self._linear(f"{target}v", f"{source}v_proj", keys, self.hidden, "all")
+        for name, rows in (("q", 2 * queries), ("k", keys), ("v", keys)):
+            self._linear(
+                f"{target}{name}", f"{source}{name}_proj", rows, self.hidden, "all", f"{target}qkv"
+            )
         self._linear(f"{target}dense", f"{source}o_proj", self.hidden, queries, "all")
         for name, origin in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
             self._one(f"{target}{name}.weight", f"{source}{origin}.weight", (head,), may_widen=True)
@@ -272,6 +281,7 @@ class _Names:
                 rows,
                 columns,
                 "mlp",
+                None if name == "down" else f"{target}shared_expert.gate_up",
             )
         self._one(
             f"{target}shared_expert_gate.weight", f"{source}shared_expert_gate.weight", (1, hidden)
@@ -281,10 +291,15 @@ class _Names:
         block = self.block
         target, source = f"transformer.layers.{layer}.ple.", f"layers.{layer}.ple."
         width = block.hc_count * self.hidden
-        self._linear(f"{target}key", f"{source}key_proj", width, block.ple_embed_dim, "all")
-        self._linear(
-            f"{target}value", f"{source}value_proj", self.hidden, block.ple_embed_dim, "all"
-        )
+        for name, count in (("key", width), ("value", self.hidden)):
+            self._linear(
+                f"{target}{name}",
+                f"{source}{name}_proj",
+                count,
+                block.ple_embed_dim,
+                "all",
+                f"{target}key_value",
+            )
         for name in ("norm_key", "norm_query", "norm_conv"):
             self._one(f"{target}{name}.weight", f"{source}{name}.weight", (width,), may_widen=True)
         self._one(
@@ -325,4 +340,5 @@ class _Names:
         )
 
 
-_STACKED = ("gate_up_proj", "down_proj")
+# Single experts have a number in this place.
+_STACKED = re.compile(r"\.experts\.(gate_up|down)_proj")
