@@ -49,7 +49,7 @@ class Result:
 
     def print(self) -> None:
         """For people, on standard output."""
-        print("\n".join(self.conversion.lines()))
+        print("\n".join(self.conversion.outcome()))
         self.build.print()
         self.verification.print()
         if self.repository is not None:

@@ -152,6 +152,10 @@ class ConversionReport:
     zeroed_values: dict[str, int]
 
     def lines(self) -> list[str]:
+        """The plan and the result, for people."""
+        return [*self.plan.lines(), *self.outcome()]
+
+    def outcome(self) -> list[str]:
         """What the plan did not say, for people."""
         rate = self.plan.bytes_read / max(self.seconds, 1e-9) / 1e6
         result = [f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)"]

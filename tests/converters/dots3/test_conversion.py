@@ -162,7 +162,7 @@ def test_towers_are_left_out_and_said(bend: Bend) -> None:
 
     bend.tensors(add)
     report = convert(bend.directory, bend.directory.parent / "checkpoint")
-    text = "\n".join(report.plan.lines())
+    text = "\n".join(report.lines())
     assert "left out: 1 tensors (vision tower" in text
     assert "left out: 1 tensors (audio tower" in text
 

@@ -81,9 +81,7 @@ def test_asked_for_without_scales(quantize: str | None, tmp_path: Path):
     report, tensors = run(fixture.plain(), tmp_path, quantize=quantize, kv_cache="fp8")
     names = [TARGET.format(layer) for layer in LAYERS] + [DRAFTS]
     assert kept(tensors) == {name: [1.0, 1.0] for name in names}
-    assert (
-        "note: no scales of the cache: keys and values are cast with scale 1" in report.plan.lines()
-    )
+    assert "note: no scales of the cache: keys and values are cast with scale 1" in report.lines()
     exported = tmp_path / "exported"
     export_hf(tmp_path / "ckpt", exported)
     inline = json.loads((exported / "config.json").read_text())["quantization_config"]
@@ -101,14 +99,14 @@ def test_scales_can_be_left_out(tmp_path: Path):
     report, tensors = run(scaled(fixture.nvidia()), tmp_path, kv_cache="none")
     assert not kept(tensors)
     assert read_checkpoint_config(tmp_path / "ckpt").quantization.kv_cache_quant_algo is None
-    assert any("left out, as asked for" in line for line in report.plan.lines())
+    assert any("left out, as asked for" in line for line in report.lines())
 
 
 def test_nothing_is_declared_by_accident(tmp_path: Path):
     report, tensors = run(fixture.plain(), tmp_path)
     assert not kept(tensors)
     assert read_checkpoint_config(tmp_path / "ckpt").quantization.kv_cache_quant_algo is None
-    assert not [line for line in report.plan.lines() if "cache" in line]
+    assert not [line for line in report.lines() if "cache" in line]
 
 
 def test_scales_without_a_declaration(tmp_path: Path):
@@ -116,7 +114,7 @@ def test_scales_without_a_declaration(tmp_path: Path):
     del checkpoint.config["quantization_config"]
     report, tensors = run(checkpoint, tmp_path)
     assert len(kept(tensors)) == 3
-    assert any("declared nowhere: taken as FP8" in line for line in report.plan.lines())
+    assert any("declared nowhere: taken as FP8" in line for line in report.lines())
 
 
 Change = Callable[[Quantized], Any]

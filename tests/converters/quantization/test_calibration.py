@@ -78,7 +78,7 @@ def test_every_projection_gets_its_own(
         assert torch.equal(found, expected(calibration, layer, ("gate_proj", "up_proj")))
         found = tensors[f"{base}.down.activation_scaling_factor"]
         assert torch.equal(found, expected(calibration, layer, ("down_proj",)))
-    assert not [line for line in report.plan.lines() if line.startswith("note")]
+    assert not [line for line in report.lines() if line.startswith("note")]
     # The weights are those of the source, not the calibration result's.
     convert(tmp_path / "hf", tmp_path / "alone", quantize=quantize)
     alone = load_file(tmp_path / "alone" / WEIGHTS_FILE)
@@ -103,7 +103,7 @@ def test_experts_that_calibration_never_reached(tmp_path: Path):
     present = [e for e in range(EXPERTS) if e not in (0, 9)]
     assert (found[[0, 9]] == found[present].max()).all()
     assert len(found[present].unique()) == 2 * len(present)
-    notes = [line for line in report.plan.lines() if "never reached" in line]
+    notes = [line for line in report.lines() if "never reached" in line]
     assert len(notes) == 2
     assert "2 × layers.*.mlp.experts.*.gate_proj" in notes[0]
 
@@ -112,7 +112,7 @@ def test_what_is_not_quantised_is_named(tmp_path: Path):
     calibration = calibrated()
     calibration.linears([f"{BASE}layers.3.self_attn.q_proj"], fixture.as_nvfp4)
     report, _ = run(calibration, tmp_path)
-    (note,) = [line for line in report.plan.lines() if "calibrated, but not quantised" in line]
+    (note,) = [line for line in report.lines() if "calibrated, but not quantised" in line]
     assert "layers.3.self_attn.q_proj.input_scale" in note
 
 
@@ -125,7 +125,7 @@ def test_scales_of_caches_come_along(tmp_path: Path):
     report, tensors = run(calibration, tmp_path, kv_cache="fp8")
     found = tensors["transformer.layers.7.attention.kv_cache_scaling_factor"]
     assert torch.equal(found, torch.tensor([0.7, 1.7]))
-    assert not any("cast with scale 1" in line for line in report.plan.lines())
+    assert not any("cast with scale 1" in line for line in report.lines())
 
 
 NAME = f"{BASE}layers.2.mlp.experts.5.up_proj.input_scale"

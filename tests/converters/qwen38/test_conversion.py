@@ -75,7 +75,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_every_tensor_arrives_under_its_name(deterministic_checkpoint: Path, tmp_path: Path):
     report = convert(deterministic_checkpoint, tmp_path / "ckpt")
     assert_same(load_file(tmp_path / "ckpt" / WEIGHTS_FILE), expected_tensors())
-    text = "\n".join(report.plan.lines())
+    text = "\n".join(report.lines())
     assert "33 tensors (vision tower" in text
     assert "no tokenizer files" in text
     assert report.as_dict()["tensors"] == 235

@@ -184,7 +184,7 @@ def test_statistics_and_the_last_injection_are_ignored(bend: Bend, tmp_path: Pat
         tensors[f"{BASE}hyper_connection_mixer.block_inject_weight.weight"] = torch.zeros(4, 256)
 
     report = convert(bend.tensors(add), tmp_path / "ckpt")
-    text = "\n".join(report.plan.lines())
+    text = "\n".join(report.lines())
     assert "left out: 2 tensors (statistics of the n-gram table" in text
     assert "left out: 1 tensors (the last mixer of a model injects nothing)" in text
 
