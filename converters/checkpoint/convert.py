@@ -361,18 +361,19 @@ def _kept_formats(modules: Sequence[Module], request: Quantize, hf_dir: Path) ->
     """
     scoped = [module for module in modules if request.covers_scope(module.scope)]
     stored = [module for module in scoped if module.stored]
+    formats = sorted({module.stored for module in stored if module.stored})
     if not any(module.algorithm and not module.stored for module in modules):
-        formats = ", ".join(sorted({module.stored for module in stored if module.stored}))
         raise InputError(
             f"--quantize {request.algorithm} --only {request.only} has nothing to quantise",
             where=str(hf_dir),
             expected="plain weights",
-            found=f"{formats} already" if formats else "no such weights",
+            found=f"{', '.join(formats)} already" if formats else "no such weights",
             fix="leave --quantize out; quantised weights keep their codes and scales",
         )
     return [
-        f"quantised already and kept: {line}"
-        for line in grouped(f"{module.source[0]} ({module.stored})" for module in stored)
+        f"{name} already and kept: {line}"
+        for name in formats
+        for line in grouped(module.source[0] for module in stored if module.stored == name)
     ]
 
 

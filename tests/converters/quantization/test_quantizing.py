@@ -54,6 +54,26 @@ def plain(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return load_file(directory / WEIGHTS_FILE)
 
 
+LINEAR = ("in_proj_qkv", "in_proj_z", "out_proj")
+
+
+def expected_modules(only: str) -> set[str]:
+    """Exactly what a scope quantises; all else keeps its precision."""
+    found = set()
+    for layer in range(8):
+        base = f"transformer.layers.{layer}."
+        found |= {f"{base}mlp.experts.{name}" for name in ("gate_up", "down")}
+        if only in ("mlp", "all"):
+            found |= {f"{base}mlp.shared_expert.{name}" for name in ("gate", "up", "down")}
+        if only == "all" and layer % 4 == 3:
+            found |= {f"{base}attention.{name}" for name in ("q", "k", "v", "dense")}
+        elif only == "all":
+            found |= {f"{base}linear_attention.{name}" for name in LINEAR}
+    if only == "all":
+        found |= {f"transformer.layers.1.ple.{name}" for name in ("key", "value")}
+    return found
+
+
 def modules(tensors: dict[str, torch.Tensor]) -> set[str]:
     return {name.rpartition(".")[0] for name in tensors if name.endswith("weights_scaling_factor")}
 
@@ -101,8 +121,8 @@ def test_scopes_contain_each_other_and_spare_what_must_stay_precise(
                 assert 0 < float(error) < (0.2 if algorithm == "nvfp4" else 0.04), name
             else:
                 assert torch.equal(restored[name], wide), name
+        assert found[-1] == expected_modules(only)
     assert found[0] < found[1] < found[2]
-    assert "transformer.layers.3.attention.q" in found[2]
     assert not [name for name in found[2] if any(word in name for word in PRECISE)]
 
 
@@ -143,11 +163,15 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float):
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.language_model.layers.4.mlp.experts.down_proj"][3, :2, 5] = value
+        tensors["model.language_model.layers.4.mlp.experts.down_proj"][9, 1, 1] = value
 
     bend.tensors(spoil)
     for algorithm in ("nvfp4", "fp8", "fp8-block"):
-        with pytest.raises(InputError, match="2 values are NaN or infinite") as caught:
+        # The count is that of the whole tensor, not of the piece where the first one shows.
+        with pytest.raises(InputError, match="3 values are NaN or infinite") as caught:
             convert(bend.directory, tmp_path / "ckpt", quantize=algorithm)
+        nan = 3 if math.isnan(value) else 0
+        assert f"{nan} NaN and {3 - nan} infinite among 32768" in (caught.value.found or "")
         assert "layers.4.mlp.experts.down_proj" in (caught.value.where or "")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
@@ -181,3 +205,70 @@ def test_declarations_speak_of_the_source_only(tmp_path: Path):
     plain = fixture.plain().write(tmp_path / "plain")
     report = convert(plain, tmp_path / "again", quantize="fp8")
     assert not [line for line in report.lines() if line.startswith("note")]
+
+
+def test_products_that_are_joined_share_their_largest_value(tmp_path: Path):
+    """Also where one of them alone is not finite."""
+    from tests.converters.qwen38.conftest import Bend
+
+    bend = Bend(write_deterministic(tmp_path / "hf", files=1, mtp=False, vision=False))
+    key = "model.language_model.layers.3.self_attn.k_proj.weight"
+
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[key] *= 5
+
+    bend.tensors(enlarge)
+    convert(bend.directory, tmp_path / "ckpt", quantize="nvfp4", only="all")
+    tensors = load_file(tmp_path / "ckpt" / WEIGHTS_FILE)
+    plain = load_file(bend.directory / "model.safetensors")
+    expected = nvfp4.global_scale(plain[key].abs().max())
+    query = plain[key.replace("k_proj", "q_proj")]
+    assert float(query.abs().max()) < 0.5 * float(plain[key].abs().max())
+    packed, scales = nvfp4.quantize(query, expected)
+    attention = "transformer.layers.3.attention."
+    for name in ("q", "k", "v"):
+        assert tensors[f"{attention}{name}.weights_scaling_factor_2"].tolist() == [expected]
+    assert torch.equal(tensors[f"{attention}q.weight"], packed)
+    found = tensors[f"{attention}q.weights_scaling_factor"]
+    assert torch.equal(found.view(torch.uint8), scales.view(torch.uint8))
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[key][0, 0] = math.nan
+
+    bend.tensors(spoil)
+    with pytest.raises(InputError, match="1 values are NaN or infinite") as caught:
+        convert(bend.directory, tmp_path / "again", quantize="nvfp4", only="all", workers=1)
+    assert key in (caught.value.where or "")
+
+
+def test_blocks_that_vanish_are_counted(tmp_path: Path):
+    from tests.converters.qwen38.conftest import Bend
+
+    bend = Bend(write_deterministic(tmp_path / "hf", files=1, mtp=False, vision=False))
+
+    def shrink(tensors: dict[str, torch.Tensor]) -> None:
+        matrix = tensors["model.language_model.layers.2.mlp.experts.down_proj"][1]
+        matrix[0, :16] *= 1e-9
+        matrix[5, 16:32] *= 1e-9
+        matrix[6, :16] = 0.0
+
+    bend.tensors(shrink)
+    report = convert(bend.directory, tmp_path / "ckpt", quantize="nvfp4")
+    assert report.zeroed_values == {"transformer.layers.2.mlp.experts.down.weight": 32}
+    assert any("32 values in 1 tensors became zero" in line for line in report.outcome())
+
+
+def test_what_is_quantised_already_is_told(tmp_path: Path):
+    source = fixture.radixark().write(tmp_path / "hf")
+    with pytest.raises(InputError, match="nothing to quantise") as caught:
+        convert(source, tmp_path / "ckpt", quantize="fp8")
+    assert caught.value.found == "NVFP4 already"
+    assert not (tmp_path / "ckpt").exists()
+    # What is declared speaks of the source, not of what is made of it.
+    report = convert(source, tmp_path / "ckpt", quantize="fp8-block", only="mlp")
+    notes = [line for line in report.lines() if line.startswith("note: NVFP4 already and kept: ")]
+    assert [note.split(": ")[2][:3] for note in notes] == ["8 ×", "8 ×"]
+    quantization = read_checkpoint_config(tmp_path / "ckpt").quantization
+    assert quantization.quant_algo == "MIXED_PRECISION"
+    # The list of what stays plain is whole, as TensorRT-LLM needs it.
+    assert {"lm_head", "transformer.layers.*.mlp.router"} <= set(quantization.exclude_modules)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from converters.checkpoint.config import QUANT_FILE, WEIGHTS_FILE
-from converters.checkpoint.convert import ConversionReport, convert
+from converters.checkpoint.convert import ConversionReport, convert, plan_conversion
 from converters.quantization.restore import restored_weights
 from converters.registry import read_checkpoint_config
 from plugins.support.errors import InputError
@@ -392,3 +392,145 @@ def test_what_must_stay_precise_is_refused_in_fp8(tmp_path: Path):
     with pytest.raises(InputError) as caught:
         run(checkpoint, tmp_path)
     assert "expected bfloat16, found float8_e4m3fn" in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_mxfp8_is_refused_in_every_spelling(tmp_path: Path, suffix: str, dtype: torch.dtype):
+    checkpoint = fixture.plain()
+    name = f"{BASE}layers.3.self_attn.q_proj"
+    weight = checkpoint.tensors[f"{name}.weight"]
+    checkpoint.tensors[f"{name}.weight"] = weight.to(torch.float8_e4m3fn)
+    scales = torch.full((weight.shape[0], weight.shape[1] // 32), 127, dtype=torch.uint8)
+    checkpoint.tensors[f"{name}.{suffix}"] = scales.view(dtype)
+    with pytest.raises(InputError, match="MXFP8 weights are not supported") as caught:
+        run(checkpoint, tmp_path)
+    assert "layers.3.self_attn.q_proj" in (caught.value.where or "")
+
+
+def test_unsupported_methods_are_told_before_their_tensors(tmp_path: Path):
+    """Not as hundreds of missing and unexpected tensors."""
+    checkpoint = fixture.plain()
+    name = f"{BASE}layers.3.self_attn.q_proj"
+    checkpoint.tensors[f"{name}.qweight"] = checkpoint.tensors.pop(f"{name}.weight").int()
+    layers = {"layers.3.self_attn.q_proj": {"quant_algo": "MXFP8"}}
+    for declared, message in (
+        ({"quant_method": "awq"}, "unsupported quantisation method"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers},
+            "unsupported quantisation algorithm",
+        ),
+    ):
+        checkpoint.config["quantization_config"] = declared
+        with pytest.raises(InputError, match=message) as caught:
+            convert(checkpoint.write(tmp_path / message), tmp_path / "ckpt")
+        assert caught.value.found in ("awq", "MXFP8")
+
+
+def test_one_scale_per_row_is_refused_by_name(tmp_path: Path):
+    checkpoint = fixture.plain()
+    name = f"{BASE}layers.3.self_attn.q_proj"
+    weight = checkpoint.tensors[f"{name}.weight"]
+    checkpoint.tensors[f"{name}.weight"] = weight.to(torch.float8_e4m3fn)
+    checkpoint.tensors[f"{name}.weight_scale"] = torch.ones(weight.shape[0], 1)
+    with pytest.raises(InputError, match="one scale per row are not supported"):
+        run(checkpoint, tmp_path)
+
+
+def test_a_missing_scale_is_named_in_the_format_of_the_rest(tmp_path: Path):
+    checkpoint = fixture.official_fp8()
+    del checkpoint.tensors[f"{EXPERT}.weight_scale_inv"]
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path)
+    found = caught.value.found or ""
+    assert "missing: layers.2.mlp.experts.5.up_proj.weight_scale_inv" in found
+    assert caught.value.what.startswith("1 tensors")
+
+
+def test_a_whole_missing_expert(tmp_path: Path):
+    checkpoint = fixture.nvidia()
+    for name in [n for n in checkpoint.tensors if "layers.2.mlp.experts.5." in n]:
+        del checkpoint.tensors[name]
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path)
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        assert f"layers.2.mlp.experts.5.{projection}.weight" in (caught.value.found or "")
+
+
+def test_group_sizes_are_compared(tmp_path: Path):
+    checkpoint = fixture.radixark()
+    declare(group_size=32)(checkpoint)
+    with pytest.raises(InputError, match="contradict each other") as caught:
+        run(checkpoint, tmp_path)
+    assert caught.value.expected == "NVFP4 in groups of 32, as declared"
+    assert (caught.value.found or "").startswith("NVFP4 in groups of 16")
+
+
+@pytest.mark.parametrize("value", ["16", 0, True])
+def test_group_sizes_are_numbers(tmp_path: Path, value: Any):
+    checkpoint = fixture.radixark()
+    declare(group_size=value)(checkpoint)
+    with pytest.raises(InputError, match="not a number of columns"):
+        run(checkpoint, tmp_path)
+
+
+def test_what_a_mixed_declaration_does_not_list_is_reported(tmp_path: Path):
+    checkpoint = fixture.nvidia()
+    layers = checkpoint.config["quantization_config"]["quantized_layers"]
+    del layers[f"{BASE}layers.4.mlp.experts"]
+    report, _ = run(checkpoint, tmp_path)
+    notes = [line for line in report.lines() if "quantised but not listed" in line]
+    assert len(notes) == 2
+    assert all("layers.4.mlp.experts.0." in note for note in notes)
+
+
+def test_two_declarations_that_differ_are_told(tmp_path: Path):
+    checkpoint = fixture.radixark()
+    source = checkpoint.write(tmp_path / "hf")
+    inline = checkpoint.config["quantization_config"]
+    excluded = [*inline["ignore"][:-1], "*.norm*"]
+    separate = {"quant_algo": "NVFP4", "exclude_modules": excluded}
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": separate}))
+    report = convert(source, tmp_path / "ckpt")
+    notes = [line for line in report.lines() if line.startswith("note: only")]
+    assert len(notes) == 2
+    assert "config.json: quantization_config excludes: lm_head" in notes[0]
+    assert "hf_quant_config.json: quantization excludes: *.norm*" in notes[1]
+
+
+@pytest.mark.parametrize("on_disk", ["model.language_model.", "model.", "language_model.model."])
+@pytest.mark.parametrize("declared", ["model.language_model.", "model.", ""])
+def test_prefixes_of_tensors_and_declarations_are_independent(
+    tmp_path: Path, on_disk: str, declared: str
+):
+    checkpoint = fixture.nvidia()
+    checkpoint.tensors = {
+        name.replace(BASE, on_disk): tensor for name, tensor in checkpoint.tensors.items()
+    }
+    block = checkpoint.config["quantization_config"]
+    block["quantized_layers"] = {
+        name if name.startswith("mtp.") else declared + name.removeprefix(BASE): entry
+        for name, entry in block["quantized_layers"].items()
+    }
+    block["ignore"] = [f"{declared}layers.3.self_attn.q_proj", f"{declared}layers.8.mlp.gate"]
+    plan = plan_conversion(checkpoint.write(tmp_path / "hf"), tmp_path / "ckpt")
+    assert not plan.notes
+    wrong = block["quantized_layers"][f"{declared}layers.2.mlp.experts"]
+    wrong["quant_algo"] = "FP8"
+    wrong["group_size"] = None
+    with pytest.raises(InputError, match="contradict each other"):
+        plan_conversion(checkpoint.write(tmp_path / "hf2"), tmp_path / "ckpt")
+
+
+def test_a_declared_table_that_is_plain(tmp_path: Path):
+    checkpoint = fixture.plain()
+    checkpoint.experts(BASE, fixture.as_fp8_blocks)
+    checkpoint.config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_convert": ["ple.ple_embedding.ngram_embedding"],
+    }
+    with pytest.raises(InputError, match="contradict each other") as caught:
+        run(checkpoint, tmp_path)
+    assert "ngram_embedding" in (caught.value.where or "")
+    assert (caught.value.found or "").startswith("plain weights")
