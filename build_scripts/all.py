@@ -22,7 +22,7 @@ def command(
     ],
     dtype: options.DtypeOption = None,
     quantize: options.QuantizeOption = None,
-    only: options.OnlyOption = options.Only.experts,
+    only: options.OnlyOption = None,
     workers: options.Workers = 2,
     max_batch_size: options.MaxBatchSize = 8,
     max_seq_len: options.MaxSeqLen = None,
@@ -68,7 +68,7 @@ def command(
             chain.Conversion(
                 dtype=dtype.value if dtype else None,
                 quantize=quantize.value if quantize else None,
-                only=only.value,
+                only=options.scope(only, quantize),
                 workers=workers,
             ),
             request,

@@ -17,7 +17,7 @@ def command(
     ],
     dtype: options.DtypeOption = None,
     quantize: options.QuantizeOption = None,
-    only: options.OnlyOption = options.Only.experts,
+    only: options.OnlyOption = None,
     kv_cache: Annotated[
         options.KvCache | None,
         typer.Option(
@@ -60,7 +60,7 @@ def command(
             ckpt_dir,
             dtype.value if dtype else None,
             quantize=quantize.value if quantize else None,
-            only=only.value,
+            only=options.scope(only, quantize),
             kv_cache=kv_cache.value if kv_cache else None,
             calibration=calibration,
             workers=workers,

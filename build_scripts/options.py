@@ -84,10 +84,10 @@ QuantizeOption = Annotated[
     typer.Option("--quantize", help="Quantise plain weights; default: keep what is stored."),
 ]
 OnlyOption = Annotated[
-    Only,
+    Only | None,
     typer.Option(
         "--only",
-        help="What --quantize applies to: routed experts; mlp: and shared experts; "
+        help="What --quantize applies to: routed experts (the default); mlp: and shared experts; "
         "all: and the projections of attention and n-gram blocks.",
     ),
 ]
@@ -174,6 +174,16 @@ MaxNumTokens = Annotated[
         help="Tokens of one context call, all sequences together; bounds the engine's memory.",
     ),
 ]
+
+
+def scope(only: Only | None, quantize: Quantize | None) -> str:
+    """What --quantize applies to. Raises UsageError for a scope of nothing."""
+    if only is not None and quantize is None:
+        raise UsageError(
+            "--only says what --quantize applies to, and there is no --quantize",
+            found=f"--only {only.value}",
+        )
+    return (only or Only.experts).value
 
 
 def targets(text: str | None) -> tuple[str, ...] | None:

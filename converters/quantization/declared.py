@@ -182,7 +182,7 @@ def _disagreements(
         if any(_matches(pattern, _prefixed(module.source[0])) for pattern in patterns)
     }
     groups = {"excluded but quantised": [m for m in linear if m.stored and m in excluded]}
-    if claim.whole is not None and claim.whole.algorithm == MIXED and claim.modules:
+    if claim.whole is not None and claim.whole.algorithm == MIXED and claim.all_linears:
         groups["quantised but not listed"] = [
             m
             for m in linear
@@ -302,7 +302,8 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
         where,
         found.pop() if len(found) == 1 else Declared(MIXED),
         excluded=_names(block, "ignore", where),
-        all_linears="Linear" in targets,
+        # Of several groups, which one a layer is in is not looked up.
+        all_linears="Linear" in targets and len(groups) == 1,
         kv_cache=_cache_scheme(block, where),
     )
 

@@ -339,3 +339,25 @@ def test_an_interrupted_build_leaves_nothing(
     monkeypatch.setattr("build_scripts.engines.build_serialized", interrupted)
     assert command("build", checkpoint, out, "--max-seq-len", 128).code == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_a_scope_of_nothing_is_refused(
+    one_file_checkpoint: Path, command: Command, tmp_path: Path
+) -> None:
+    out = tmp_path / "checkpoint"
+    refused(command("convert", one_file_checkpoint, out, "--only", "mlp"), 2, out, "--quantize")
+
+
+def test_a_conversion_is_announced_before_it_starts(
+    damaged: Callable[..., Path], command: Command, tmp_path: Path
+) -> None:
+    """Also one that fails while it reads values."""
+
+    def spoil(tensors: Tensors) -> None:
+        name = next(n for n in tensors if n.endswith("layers.2.mlp.experts.down_proj"))
+        tensors[name][1, 2, 3] = float("nan")
+
+    out = tmp_path / "checkpoint"
+    done = command("convert", damaged(tensors=spoil), out, "--quantize", "nvfp4")
+    refused(done, 3, out, "memory: at most", "1 NaN and 0 infinite", "layers.2.mlp.experts")
+    assert done.err.index("memory: at most") < done.err.index("error: ")

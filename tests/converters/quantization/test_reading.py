@@ -482,6 +482,15 @@ def test_what_a_mixed_declaration_does_not_list_is_reported(tmp_path: Path):
     notes = [line for line in report.lines() if "quantised but not listed" in line]
     assert len(notes) == 2
     assert all("layers.4.mlp.experts.0." in note for note in notes)
+    layers.clear()
+    plan = plan_conversion(checkpoint.write(tmp_path / "none"), tmp_path / "again")
+    notes = [note for note in plan.notes if "quantised but not listed" in note]
+    assert [note.split(": ")[1].split(" (")[0] for note in notes] == [
+        "8 × layers.*.mlp.experts.*.down_proj",
+        "8 × layers.*.mlp.experts.*.gate_proj",
+        "mtp.layers.0.mlp.experts.0.down_proj",
+        "mtp.layers.0.mlp.experts.0.gate_proj",
+    ]
 
 
 def test_two_declarations_that_differ_are_told(tmp_path: Path):
