@@ -72,7 +72,7 @@ def copy_rate() -> float:
 def run(operation: Operation, given: Inputs, rows: Tensor) -> dict[str, Tensor]:
     dtype = str(rows.dtype).removeprefix("torch.")
     attributes = row_attributes(Rows(rows.shape[-1], EPS, dtype))
-    return operations.launch(operation, operation.spec(attributes), given, attributes)
+    return operations.launch(operation, given, attributes)
 
 
 def fused(given: Inputs) -> Tensor:

@@ -42,7 +42,7 @@ def case(width: int, dtype: torch.dtype) -> dict[str, Tensor]:
 def _run(operation: Operation, given: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     dtype = str(rows.dtype).removeprefix("torch.")
     attributes = row_attributes(Rows(rows.shape[-1], EPS, dtype))
-    return operations.launch(operation, operation.spec(attributes), given, attributes)
+    return operations.launch(operation, given, attributes)
 
 
 def fused(given: dict[str, Tensor]) -> Tensor:
