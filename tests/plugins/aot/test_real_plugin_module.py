@@ -51,13 +51,17 @@ class Registry:
 trt.IDimensionExpr = Size
 trt.get_plugin_registry = Registry
 
+# Of inputs whose sizes are unpacked; of others only some are looked at.
+RANKS = {"scores": 3}
+
 def describe(known, spec, sizes):
     descs = []
     for argument in spec.inputs:
         desc = trtp.TensorDesc()
         desc.dtype = quick.trtp_dtype(trtp, argument.dtype)
-        desc.shape_expr = trtp.ShapeExprs(4, _is_dummy=not sizes)
-        for axis in range(4 if sizes else 0):
+        rank = RANKS.get(argument.name, 4)
+        desc.shape_expr = trtp.ShapeExprs(rank, _is_dummy=not sizes)
+        for axis in range(rank if sizes else 0):
             desc.shape_expr[axis] = trtp.ShapeExpr(Size(8))
         desc._immutable = True
         descs.append(desc)
@@ -83,7 +87,7 @@ for name, operation in OPERATIONS.items():
     assert f".entry {kernel}(" in ptx, name
     assert isinstance(launch, trtp.KernelLaunchParams) and isinstance(extra, trtp.SymExprs)
     assert all(isinstance(value, trtp.SymInt32) for value in extra), name
-    shapes = {a.name: (8, 8, 8, 8) for a in spec.inputs}
+    shapes = {a.name: (8,) * RANKS.get(a.name, 4) for a in spec.inputs}
     values = operation.values(shapes, attributes)
     grid = (*spec.grid(values), 1, 1)[:3]
     found = [getattr(launch, f"grid_{axis}")._expr.value for axis in "xyz"]
