@@ -350,7 +350,13 @@ class Bench:
             want = reference.latent_attention(
                 q_latent.float(), q_rope.float(), cache[:, 0].float(), ids, scale=g.scale, gate=gate
             )
-            for choice in ({"tiles": WindowTiles(1)}, {"tiles": WindowTiles(4)}, {}, {"splits": 3}):
+            for choice in (
+                {"tiles": WindowTiles(1)},
+                {"tiles": WindowTiles(4)},
+                {},
+                {"splits": 2},
+                {"splits": 4},
+            ):
                 got = kernel.attend_window(
                     g, q_latent, q_rope, cache, past, new, start, gate, **choice
                 )
@@ -385,11 +391,10 @@ class Bench:
             flop = 2.0 * rows * g.heads * g.window * (width + g.latent)
             variants: list[dict[str, Any]] = [{}]
             if self.sweep and not many:
-                variants += [{"splits": n} for n in (1, 2, 4, 8)]
                 variants.append({"tiles": WindowTiles(min(steps, 4))})
             for choice in variants:
                 calls = [partial(kernel.attend_window, g, **s, **choice) for s in sets]
-                label = "" if not choice else f" {choice.get('splits', 'portable')}"
+                label = " portable" if choice else ""
                 self.add("window", f"{batch} x {steps}{label}", calls, moved, flop)
 
     # Indexer ----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def select(site: Site, index_query: Tensor, index_keys: Tensor, head_weights: Te
     most = site.rows
     tiles = kernel.score_tiles(site.steps)
     blocks = site.slots * triton.cdiv(site.steps, tiles.queries)
-    runs = max(1, min(triton.cdiv(most, tiles.tokens), 8 * kernel.PROCESSORS // blocks))
+    runs = max(1, min(triton.cdiv(most, tiles.tokens), 8 * plan.PROCESSORS // blocks))
     scores = _add(
         site,
         "score",

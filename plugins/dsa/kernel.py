@@ -16,14 +16,19 @@ from torch import Tensor
 
 from plugins.aot.spec import KernelSpec
 from plugins.dsa import plan
-from plugins.dsa.plan import AttendTiles, DenseTiles, Geometry, IndexTiles, WindowTiles
+from plugins.dsa.plan import (
+    PROCESSORS,
+    AttendTiles,
+    DenseTiles,
+    Geometry,
+    IndexTiles,
+    WindowTiles,
+)
 
 # Longest row that one program selects from, and the longest run of chunk winners.
 SELECT_CHUNK = 8192
-# Programs that one launch should have, at least: about one per multiprocessor of a large GPU.
-PROCESSORS = 132
 # Rows from which the window kernel for compute capability 9.0 is the faster one.
-HOPPER_WINDOW_ROWS = 48
+HOPPER_WINDOW_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,6 @@ def attend_window(
     base: Tensor,
     gate: Tensor,
     tiles: WindowTiles | None = None,
-    splits: int | None = None,
 ) -> Tensor:
     """Gated absorbed attention over the last W tokens.
 
@@ -244,7 +248,6 @@ def attend_window(
         base: int32 [B].
         gate: [B, S, H], before the logistic function.
         tiles: use the portable kernels with these tiles.
-        splits: runs of a window, in the kernel for compute capability 9.0.
 
     Returns:
         [B, S, H, L].
@@ -254,16 +257,11 @@ def attend_window(
     call = {"cache": cache, "past": past, "new": new, "base": base}
     # Few single queries leave one pass over the window short of programs.
     enough = steps > 1 or batch >= HOPPER_WINDOW_ROWS
-    if tiles is None and (enough or splits) and _hopper(g, q_latent.device):
-        inputs = {"q_latent": q_latent, "q_rope": q_rope, **call}
-        rows = batch * steps
-        values = {"S": steps, "R": cache.shape[-2], "rows": rows}
-        splits = splits or splits_for(2 * rows * g.heads // plan.HOPPER_HEADS, 4)
-        if splits == 1:
-            spec = plan.window_whole_hopper(g)
-            spec.launch({**inputs, "gate": gate, "out": out}, values)
-        else:
-            _split(g, plan.window_split_hopper(g), inputs, values, splits, gate, out)
+    if tiles is None and enough and _hopper(g, q_latent.device):
+        plan.window_whole_hopper(g).launch(
+            {"q_latent": q_latent, "q_rope": q_rope, **call, "gate": gate, "out": out},
+            {"S": steps, "R": cache.shape[-2], "rows": batch * steps},
+        )
         return out
     tiles = tiles or WindowTiles(queries=min(4, triton.next_power_of_2(steps)))
     blocks = triton.cdiv(steps, tiles.queries)

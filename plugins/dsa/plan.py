@@ -34,6 +34,9 @@ def power(value: int, least: int = 16) -> int:
 # Heads per program of the kernels for compute capability 9.0.
 HOPPER_HEADS = 64
 
+# Multiprocessors of the GPUs that the kernels are tuned for.
+PROCESSORS = 132
+
 _CALL = (Argument("past", "int32"), Argument("new", "int32"))
 
 
@@ -123,6 +126,7 @@ def fits_hopper(g: Geometry, capability: tuple[int, int]) -> bool:
         and (g.latent, g.rope) == absorbed
         and (g.nope, g.value) in ((128, 128), (192, 128))
         and g.heads % HOPPER_HEADS == 0
+        and g.window in (0, SLIDING.window)
     )
 
 
@@ -156,10 +160,6 @@ def _window_inputs(g: Geometry) -> tuple[Argument, ...]:
     return *_queries(g), Argument("cache", g.dtype), *_CALL, Argument("base", "int32")
 
 
-def _window_hopper_constants(g: Geometry) -> dict[str, Any]:
-    return {"SCALE": g.scale, "WINDOW": g.window, "HEADS": g.heads}
-
-
 def window_whole_hopper(g: Geometry) -> KernelSpec:
     """Window attention for compute capability 9.0, one program per query. Grid names: rows."""
     from plugins.dsa.kernels import hopper_window
@@ -170,24 +170,13 @@ def window_whole_hopper(g: Geometry) -> KernelSpec:
         inputs=(*_window_inputs(g), Argument("gate", g.dtype)),
         scalars=("S", "R"),
         outputs=(Argument("out", g.dtype),),
-        constants=_window_hopper_constants(g),
-        grid=lambda v: (2 * (g.heads // HOPPER_HEADS), v["rows"]),
-        warps=4,
-    )
-
-
-def window_split_hopper(g: Geometry) -> KernelSpec:
-    """Window attention for compute capability 9.0 over runs. Grid names: rows."""
-    from plugins.dsa.kernels import hopper_window
-
-    return KernelSpec(
-        name="dsa_window_split",
-        function=hopper_window.window_split,
-        inputs=_window_inputs(g),
-        scalars=("S", "R", "splits"),
-        outputs=(Argument("partial", "float32"), Argument("partial_lse", "float32")),
-        constants=_window_hopper_constants(g),
-        grid=lambda v: (2 * (g.heads // HOPPER_HEADS), v["splits"], v["rows"]),
+        constants={
+            "SCALE": g.scale,
+            "WINDOW": g.window,
+            "HEADS": g.heads,
+            "TILES": g.window // 64,
+        },
+        grid=lambda v: (g.heads // HOPPER_HEADS, v["rows"]),
         warps=4,
     )
 
@@ -458,10 +447,12 @@ def attend_dense_hopper(g: Geometry) -> KernelSpec:
     constants = {name: portable.constants[name] for name in names}
     # As many tiles ahead as fit in shared memory beside the queries.
     constants["STAGES"] = 3 if constants["SECOND"] else 4
+    constants["HELD"] = not constants["SECOND"]
     return replace(
         portable,
         function=hopper_dense.attend_dense,
+        scalars=(*portable.scalars, "B"),
         constants=constants,
-        grid=lambda v: (ceil_div(v["S"], 128), g.heads, v["B"]),
+        grid=lambda v: (PROCESSORS,),
         warps=4,
     )

@@ -61,8 +61,8 @@ def _loader(
     line = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, _COPY))
     lane = gl.arange(0, LATENT, layout=gl.SliceLayout(0, _COPY))
     rope_lane = gl.arange(0, ROPE, layout=gl.SliceLayout(0, _COPY))
-    _gather(ql, q_latent + line[:, None] * LATENT + lane[None, :])
-    _gather(qr, q_rope + line[:, None] * ROPE + rope_lane[None, :])
+    _gather(ql.index(0), q_latent + line[:, None] * LATENT + lane[None, :])
+    _gather(qr.index(0), q_rope + line[:, None] * ROPE + rope_lane[None, :])
     for step in range(tiles):
         stage = step % 2
         entry = first + step * BLOCK_N + line
@@ -76,16 +76,22 @@ def _loader(
 
 
 @gluon.jit
+def zero(step):
+    """0, but not for the compiler, which would compute all addresses ahead and spill them."""
+    return step >> 30
+
+
+@gluon.jit
 def _scores(ql, qr, latents, ropes, full, step):
     """The scores of tile `step`, in flight."""
     stage = step % 2
     mbarrier.wait(full.index(stage), (step // 2) & 1)
     fence_async_shared()
     none = gl.zeros((BLOCK_H, BLOCK_N), gl.float32, layout=_SCORES)
-    dots = warpgroup_mma(
-        ql, latents.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
-    )
-    return warpgroup_mma(qr, ropes.index(stage).permute((1, 0)), dots, is_async=True)
+    keys = latents.index(stage).permute((1, 0))
+    dots = warpgroup_mma(ql.index(zero(step)), keys, none, use_acc=False, is_async=True)
+    keys = ropes.index(stage).permute((1, 0))
+    return warpgroup_mma(qr.index(zero(step)), keys, dots, is_async=True)
 
 
 @gluon.jit
@@ -204,8 +210,8 @@ def _program(
     HEADS: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
     """Everything of one program; returns its heads' base-2 log-sum-exp."""
-    ql = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, LATENT], _TILE)
-    qr = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, ROPE], _TILE)
+    ql = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, LATENT], _TILE)
+    qr = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, ROPE], _TILE)
     latents = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, LATENT], _TILE)
     ropes = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, ROPE], _TILE)
     weights = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], _TILE)
