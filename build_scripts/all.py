@@ -23,7 +23,7 @@ def command(
     dtype: options.DtypeOption = None,
     quantize: options.QuantizeOption = None,
     only: options.OnlyOption = None,
-    workers: options.Workers = 2,
+    workers: options.Workers = None,
     max_batch_size: options.MaxBatchSize = 8,
     max_seq_len: options.MaxSeqLen = None,
     max_input_len: options.MaxInputLen = None,

@@ -24,7 +24,7 @@ class Conversion:
     only: str = "experts"
     # Engines have no FP8 caches; what a checkpoint declares about them is for others.
     kv_cache: str = "none"
-    workers: int = 2
+    workers: int | None = None
 
 
 @dataclass(frozen=True)

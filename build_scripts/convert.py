@@ -36,7 +36,7 @@ def command(
             "and with scales of caches.",
         ),
     ] = None,
-    workers: options.Workers = 2,
+    workers: options.Workers = None,
     json: options.Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint into a TensorRT-LLM checkpoint.

@@ -15,7 +15,7 @@ def command(
     out_dir: Annotated[
         Path, typer.Argument(metavar="OUT_DIR", help="Directory to create; must not exist.")
     ],
-    workers: options.Workers = 2,
+    workers: options.Workers = None,
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint in the Hugging Face layout that other engines load.

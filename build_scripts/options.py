@@ -92,7 +92,10 @@ OnlyOption = Annotated[
     ),
 ]
 Workers = Annotated[
-    int, typer.Option("--workers", min=1, help="Tensors that are converted at a time.")
+    int | None,
+    typer.Option(
+        "--workers", min=1, help="Tensors that are converted at a time; default: one per core."
+    ),
 ]
 MaxBatchSize = Annotated[
     int, typer.Option("--max-batch-size", min=1, help="Sequences served at the same time.")

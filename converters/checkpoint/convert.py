@@ -29,7 +29,13 @@ from converters.checkpoint.recipe import Module, Output, Recipe
 from converters.checkpoint.resolve import resolve, stored_elements
 from converters.checkpoint.source import SourceCheckpoint
 from converters.checkpoint.tokenizer_files import TokenizerFiles
-from converters.checkpoint.write import OutputFile, peak_bytes, run_tasks, split_tasks
+from converters.checkpoint.write import (
+    OutputFile,
+    peak_bytes,
+    run_tasks,
+    split_tasks,
+    worker_count,
+)
 from converters.quantization.calibration import Calibration
 from converters.quantization.declared import compare, read_claims
 from converters.quantization.operations import OPERATIONS
@@ -191,7 +197,7 @@ def plan_conversion(
     only: str = "experts",
     kv_cache: str | None = None,
     calibration: Path | None = None,
-    workers: int = 2,
+    workers: int | None = None,
 ) -> ConversionPlan:
     """Check everything and say what would be done.
 
@@ -206,12 +212,11 @@ def plan_conversion(
             known; "none": they are not; None: as the checkpoint has it.
         calibration: checkpoint directory of Model Optimizer with the activation scales of what is
             quantised, and scales of caches.
-        workers: tensors that are converted at a time.
+        workers: tensors that are converted at a time; None: one per core.
 
     Raises UsageError for wrong arguments, InputError for anything wrong in the checkpoint.
     """
-    if workers < 1:
-        raise UsageError("at least one worker is needed", found=str(workers))
+    count = worker_count(workers)
     if dtype is not None and dtype not in _COMPUTE:
         raise UsageError("unknown dtype", expected=", ".join(_COMPUTE), found=dtype)
     if kv_cache not in (None, "fp8", "none"):
@@ -264,7 +269,7 @@ def plan_conversion(
         tuple(tensors.ignored),
         tuple(notes),
         tokenizer,
-        workers,
+        count,
         calibrated.source if calibrated else None,
     )
     files = sum(path.stat().st_size for path in tokenizer.files)
@@ -281,7 +286,7 @@ def convert(
     only: str = "experts",
     kv_cache: str | None = None,
     calibration: Path | None = None,
-    workers: int = 2,
+    workers: int | None = None,
 ) -> ConversionReport:
     """Plan and execute; see `plan_conversion` for the arguments and errors.
 

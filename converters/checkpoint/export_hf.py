@@ -27,7 +27,13 @@ from converters.checkpoint.match import Findings
 from converters.checkpoint.partial import resumable_directory, work_directory
 from converters.checkpoint.recipe import Output, Part, Recipe, Wanted
 from converters.checkpoint.source import INDEX_FILE, QUANT_CONFIG
-from converters.checkpoint.write import OutputFile, peak_bytes, run_tasks, split_tasks
+from converters.checkpoint.write import (
+    OutputFile,
+    peak_bytes,
+    run_tasks,
+    split_tasks,
+    worker_count,
+)
 from converters.quantization import formats, kv_cache
 from converters.quantization.evidence import module_of, target_name, target_shape
 from converters.quantization.exported import WEIGHT_ONLY_FP8, Storage, declare
@@ -127,14 +133,13 @@ class ExportPlan:
         ]
 
 
-def plan_export(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportPlan:
+def plan_export(ckpt_dir: Path, out_dir: Path, *, workers: int | None = None) -> ExportPlan:
     """Check everything and say what would be done.
 
     Raises UsageError for wrong arguments, InputError for a checkpoint that is not whole or a disk
     that is too small.
     """
-    if workers < 1:
-        raise UsageError("at least one worker is needed", found=str(workers))
+    count = worker_count(workers)
     if ckpt_dir.resolve() == out_dir.resolve():
         raise UsageError("input and output are the same directory", where=str(out_dir))
     refuse_existing(out_dir, "checkpoint directory")
@@ -145,14 +150,14 @@ def plan_export(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportPla
     recipes = _recipes(layout, entries, ckpt_dir)
     tables = {layout.disk_name(w.scale_owner) for w in layout.wanted if w.scale_owner}
     declared = declare(_declared(layout, entries), tables, config.quantization)
-    plan = ExportPlan(ckpt_dir, stamp, layout, list(_groups(recipes)), *declared, workers)
+    plan = ExportPlan(ckpt_dir, stamp, layout, list(_groups(recipes)), *declared, count)
     tokenizer = ckpt_dir / TOKENIZER_DIR
     files = sum(p.stat().st_size for p in tokenizer.iterdir()) if tokenizer.is_dir() else 0
     require_space(out_dir, work_directory(out_dir), plan.bytes_written + files)
     return plan
 
 
-def export_hf(ckpt_dir: Path, out_dir: Path, *, workers: int = 2) -> ExportReport:
+def export_hf(ckpt_dir: Path, out_dir: Path, *, workers: int | None = None) -> ExportReport:
     """Write the Hugging Face form of a converted checkpoint to the new directory `out_dir`.
 
     The vision tower is not part of a converted checkpoint, so a text-only model comes out. Killed

@@ -18,7 +18,7 @@ from converters.checkpoint.header import TensorEntry, build_header
 from converters.checkpoint.partial import Partial
 from converters.checkpoint.recipe import Output, Recipe
 from plugins.support.dtypes import DType
-from plugins.support.errors import InputError
+from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import Reporter
 
 # A piece that one worker holds in memory. Large enough for full disk speed.
@@ -30,6 +30,18 @@ _PLAN_BYTES_PER_TENSOR = 1200
 # Elements that are checked and cast at a time: several passes over them stay in the cache.
 _CAST_ELEMENTS = 256 * 1024
 _INTEGERS = {16: torch.int16, 32: torch.int32}
+
+
+def worker_count(workers: int | None) -> int:
+    """`workers`, or one per core that this process may use.
+
+    Raises UsageError for less than one.
+    """
+    if workers is None:
+        return len(os.sched_getaffinity(0))
+    if workers < 1:
+        raise UsageError("at least one worker is needed", found=str(workers))
+    return workers
 
 
 def peak_bytes(workers: int, tensors: int) -> int:
