@@ -108,13 +108,8 @@ def _bands(spec: MelSpec) -> tuple[tuple[slice, slice, Array], ...]:
     return tuple(bands)
 
 
-def _scaled(log10: float) -> float:
-    """The last step of the definition."""
-    return (log10 + 4.0) * 0.25
-
-
 def _write_frames(framed: Array, spec: MelSpec, out: Array) -> None:
-    """(log10 mel power + 4) / 4 of samples already padded for their frames.
+    """log10 mel power of samples already padded for their frames.
 
     Args:
         framed: float32 [(frames - 1) * hop + n_fft].
@@ -124,20 +119,28 @@ def _write_frames(framed: Array, spec: MelSpec, out: Array) -> None:
     frames = np.lib.stride_tricks.sliding_window_view(framed, spec.n_fft)[:: spec.hop]
     window, bands = _window(spec.n_fft), _bands(spec)
     windowed = np.empty((min(_BLOCK_FRAMES, len(frames)), spec.n_fft), dtype=np.float32)
+    power = np.empty((len(windowed), spec.n_fft // 2 + 1), dtype=np.float32)
     mel = np.empty((spec.n_mels, len(windowed)), dtype=np.float32)
     for start in range(0, len(frames), _BLOCK_FRAMES):
         count = min(_BLOCK_FRAMES, len(frames) - start)
         np.multiply(frames[start : start + count], window, out=windowed[:count])
-        spectrum = fft.rfft(windowed[:count], axis=-1)
-        power = np.square(spectrum.real)
-        power += np.square(spectrum.imag)
+        # Real and imaginary parts lie side by side.
+        parts = fft.rfft(windowed[:count], axis=-1).view(np.float32)
+        np.square(parts, out=parts)
+        np.add(parts[:, ::2], parts[:, 1::2], out=power[:count])
         block = mel[:, :count]
         for bins, rows, filters in bands:
-            np.matmul(filters, power[:, bins].T, out=block[rows])
+            np.matmul(filters, power[:count, bins].T, out=block[rows])
         np.maximum(block, np.float32(_POWER_FLOOR), out=block)
-        np.log10(block, out=block)
-        block += np.float32(4.0)
-        np.multiply(block, np.float32(0.25), out=out[:, start : start + count])
+        np.log10(block, out=out[:, start : start + count])
+
+
+def _finish(mel: Array, ceiling: float) -> None:
+    """The last step of the definition, in place."""
+    # The second bound undoes the rounding of the logarithm at the floor: silence is exactly -10.
+    np.maximum(mel, np.float32(max(ceiling - _DYNAMIC_RANGE, _LOG_FLOOR)), out=mel)
+    mel += np.float32(4.0)
+    mel *= np.float32(0.25)
 
 
 def _heard(samples: Array) -> int:
@@ -186,9 +189,9 @@ def log_mel(samples: Array, spec: MelSpec | None = None) -> Array:
     _write_sounding(samples, spec, loud)
     ceiling = spec.ceiling
     if ceiling is None:
-        ceiling = max(float(loud.max()), _scaled(_LOG_FLOOR)) / 0.25 - 4.0
-    out[:, sounding:] = _scaled(_LOG_FLOOR)
-    np.maximum(out, _least(ceiling), out=out)
+        ceiling = float(loud.max())
+    out[:, sounding:] = _LOG_FLOOR
+    _finish(out, ceiling)
     return out
 
 
@@ -208,13 +211,6 @@ def _write_sounding(samples: Array, spec: MelSpec, out: Array) -> None:
     if first < last:
         inside = samples[first * spec.hop - half : (last - 1) * spec.hop + half]
         _write_frames(np.ascontiguousarray(inside, np.float32), spec, out[:, first:last])
-
-
-def _least(ceiling: float) -> np.float32:
-    """Scaled lower end of the dynamic range. The second bound undoes the rounding of the logarithm
-    at the floor: silence is exactly -10.
-    """
-    return np.float32(_scaled(max(ceiling - _DYNAMIC_RANGE, _LOG_FLOOR)))
 
 
 def log_mel_chunks(samples: Array, chunk_samples: int, spec: MelSpec | None = None) -> Array:
@@ -277,6 +273,6 @@ class StreamingMel:
         used = (frames - 1) * spec.hop + spec.n_fft
         mel = np.empty((spec.n_mels, frames), dtype=np.float32)
         _write_frames(self._buffer[:used], spec, mel)
-        np.maximum(mel, _least(self._ceiling), out=mel)
+        _finish(mel, self._ceiling)
         self._buffer = self._buffer[frames * spec.hop :]
         return mel
