@@ -354,8 +354,6 @@ class Bench:
                 {"tiles": WindowTiles(1)},
                 {"tiles": WindowTiles(4)},
                 {},
-                {"splits": 2},
-                {"splits": 4},
             ):
                 got = kernel.attend_window(
                     g, q_latent, q_rope, cache, past, new, start, gate, **choice
@@ -449,6 +447,10 @@ class Bench:
                 except Exception as problem:
                     print(f"score {label}: {type(problem).__name__}", flush=True)
             scores = [kernel.score(g, query, k, weights, past, new) for k in keys]
+            visible = reference.visible_counts(past, new, steps)
+            for given in (scores[0], scores[0].round()):
+                want = reference.select_tokens(given, visible, g.kept)
+                assert torch.equal(kernel.select(g, given, past, new), want), "selection"
             theirs = timed([partial(torch.topk, s, g.kept) for s in scores], 8)
             calls = [partial(kernel.select, g, s, past, new) for s in scores]
             self.add(
@@ -471,7 +473,8 @@ def compiled_specs() -> dict[str, tuple[KernelSpec, str]]:
         "window": (plan.window_whole_hopper(SLIDING), "9.0"),
         "dense": (plan.attend_dense_hopper(FULL), "9.0"),
         "scores": (plan.score_tokens(FULL), "9.0"),
-        "select": (plan.select_row(FULL, 8192), "9.0"),
+        "select_chunk": (plan.select_chunk(FULL, kernel.SELECT_CHUNK), "9.0"),
+        "select_among": (plan.select_among(FULL, 4096), "9.0"),
     }
 
 
@@ -512,12 +515,23 @@ def run_compiled(directory: Path) -> None:
         torch.arange(context, device=DEVICE) < reference.visible_counts(past, new, steps)[..., None]
     )
     report("scores", scores[seen], want[seen])
-    tokens = torch.empty(batch, steps, g.kept, dtype=torch.int32, device=DEVICE)
     rows = {"rows": batch * steps}
-    launch(
-        "select", {"scores": scores, **call, "tokens": tokens}, {**rows, "S": steps, "N": context}
-    )
-    report("select", tokens, kernel.select(g, scores, past, new))
+    # Two chunks, the second one of which few rows reach.
+    long = 40000
+    far = {"past": ints([0, 100, 2500, 34000, long - steps], batch), "new": new}
+    many = torch.randn(batch, steps, long, device=DEVICE)
+    sizes = {**rows, "S": steps, "N": long, "chunks": 2, "width": 2 * g.kept, "parts": 1}
+    candidates = torch.empty(batch * steps, 2 * g.kept, dtype=torch.int32, device=DEVICE)
+    launch("select_chunk", {"scores": many, **far, "chosen": candidates}, sizes)
+    chosen = torch.empty(batch * steps, g.kept, dtype=torch.int32, device=DEVICE)
+    inputs = {"scores": many, "candidates": candidates, "chosen": chosen}
+    launch("select_among", inputs, sizes)
+    visible = reference.visible_counts(far["past"], new, steps)
+    want = reference.select_tokens(many, visible, g.kept)
+    assert torch.equal(chosen.view_as(want), want), "selection"
+    report("select_chunk", chosen, want.view_as(chosen))
+    report("select_among", chosen, want.view_as(chosen))
+    tokens = kernel.select(g, scores, past, new)
     queries = {
         "q_latent": randn(batch, steps, g.heads, g.latent, scale=0.5),
         "q_rope": randn(batch, steps, g.heads, g.rope, scale=0.5),

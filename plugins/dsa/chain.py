@@ -58,26 +58,14 @@ def select(site: Site, index_query: Tensor, index_keys: Tensor, head_weights: Te
         stages=tiles.stages,
         run=triton.cdiv(triton.cdiv(most, runs), tiles.tokens) * tiles.tokens,
     )["scores"]
-    if most <= kernel.SELECT_CHUNK:
-        chunk = max(g.kept, triton.next_power_of_2(most))
-        warps = max(1, min(16, chunk // 512))
-        return _add(site, "select", {"scores": scores}, chunk=chunk, warps=warps)["tokens"]
-    chunks = triton.cdiv(most, kernel.SELECT_CHUNK)
-    found = _add(site, "select_chunk", {"scores": scores}, chunk=kernel.SELECT_CHUNK, chunks=chunks)
-    width = chunks * g.kept
-    while True:
-        # At least two chunks' winners at a time, or their number would not go down.
-        chunk = max(2 * g.kept, min(kernel.SELECT_CHUNK, triton.next_power_of_2(width)))
-        chosen = _add(site, "select_among", found, chunk=chunk, width=width)
-        parts = triton.cdiv(width, chunk)
-        if parts == 1:
-            batch, steps = net.dim(index_query, 0), net.dim(index_query, 1)
-            return net.reshape(chosen["chosen_tokens"], [batch, steps, g.kept])
-        found = {
-            "candidates": chosen["chosen_tokens"],
-            "candidate_bits": chosen["chosen_bits"],
-        }
-        width = parts * g.kept
+    (chunk, parts), *levels = kernel.select_levels(g, site.slots * site.steps, most)
+    first = _add(site, "select_chunk", {"scores": scores}, chunk=chunk, chunks=parts)
+    chosen = first["chosen"]
+    for chunk, after in levels:
+        inputs = {"scores": scores, "candidates": chosen}
+        chosen = _add(site, "select_among", inputs, chunk=chunk, width=parts * g.kept)["chosen"]
+        parts = after
+    return net.reshape(chosen, [net.dim(index_query, 0), net.dim(index_query, 1), g.kept])
 
 
 def attend(

@@ -25,8 +25,9 @@ from plugins.dsa.plan import (
     WindowTiles,
 )
 
-# Longest row that one program selects from, and the longest run of chunk winners.
-SELECT_CHUNK = 8192
+# Most scores that one program selects from, of many rows and of few.
+SELECT_CHUNK = 32768
+SELECT_CHUNK_FEW = 8192
 # Rows from which the window kernel for compute capability 9.0 is the faster one.
 HOPPER_WINDOW_ROWS = 64
 
@@ -114,6 +115,26 @@ def score_tiles(steps: int) -> IndexTiles:
     return IndexTiles(queries=min(4, triton.next_power_of_2(steps)), tokens=64, warps=4)
 
 
+def select_levels(g: Geometry, rows: int, count: int) -> list[tuple[int, int]]:
+    """How the selection from `rows` rows of `count` tokens is cut.
+
+    Returns:
+        (chunk, parts) of each level: what one program selects from, and programs per row. The first
+        level selects from the row, every other from what the level before has chosen, the last in
+        one program.
+    """
+    few = rows * triton.cdiv(count, SELECT_CHUNK_FEW) <= PROCESSORS
+    longest = SELECT_CHUNK_FEW if few else SELECT_CHUNK
+    chunk = max(g.kept, min(longest, triton.next_power_of_2(count)))
+    levels = [(chunk, triton.cdiv(count, chunk))]
+    while levels[-1][1] > 1:
+        width = levels[-1][1] * g.kept
+        # At least two chunks' winners at a time, or their number would not go down.
+        chunk = max(2 * g.kept, min(longest, triton.next_power_of_2(width)))
+        levels.append((chunk, triton.cdiv(width, chunk)))
+    return levels
+
+
 def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
     """Indices of the best visible tokens, int32 [B, S, K], ascending, -1 behind the last.
 
@@ -121,46 +142,23 @@ def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
     """
     batch, steps, count = scores.shape
     rows = batch * steps
-    call = {"scores": scores, "past": past, "new": new}
+    sizes = {"S": steps, "N": count, "rows": rows}
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=scores.device)
+    def empty(parts: int) -> Tensor:
+        return torch.empty((rows, parts * g.kept), dtype=torch.int32, device=scores.device)
 
-    tokens = empty(batch, steps, g.kept)
-    if count <= SELECT_CHUNK:
-        chunk = max(g.kept, triton.next_power_of_2(count))
-        warps = max(1, min(16, chunk // 512))
-        spec = plan.select_row(g, chunk, warps)
-        spec.launch({**call, "tokens": tokens}, {"S": steps, "N": count, "rows": rows})
-        return tokens
-    chunks = triton.cdiv(count, SELECT_CHUNK)
-    found = {
-        "candidates": empty(rows, chunks, g.kept),
-        "candidate_bits": empty(rows, chunks, g.kept),
-    }
-    plan.select_chunk(g, SELECT_CHUNK).launch(
-        {**call, **found}, {"S": steps, "N": count, "chunks": chunks, "rows": rows}
+    (chunk, parts), *levels = select_levels(g, rows, count)
+    chosen = empty(parts)
+    plan.select_chunk(g, chunk).launch(
+        {"scores": scores, "past": past, "new": new, "chosen": chosen}, {**sizes, "chunks": parts}
     )
-    width = chunks * g.kept
-    while True:
-        # At least two chunks' winners at a time, or their number would not go down.
-        chunk = max(2 * g.kept, min(SELECT_CHUNK, triton.next_power_of_2(width)))
-        parts = triton.cdiv(width, chunk)
-        last = parts == 1
-        chosen = {
-            "chosen_tokens": tokens if last else empty(rows, parts, g.kept),
-            "chosen_bits": empty(rows, parts, g.kept),
-        }
+    for chunk, parts in levels:
+        candidates, chosen = chosen, empty(parts)
         plan.select_among(g, chunk).launch(
-            {**found, **chosen}, {"width": width, "parts": parts, "rows": rows}
+            {"scores": scores, "candidates": candidates, "chosen": chosen},
+            {**sizes, "width": candidates.shape[1], "parts": parts},
         )
-        if last:
-            return tokens
-        found = {
-            "candidates": chosen["chosen_tokens"],
-            "candidate_bits": chosen["chosen_bits"],
-        }
-        width = parts * g.kept
+    return chosen.view(batch, steps, g.kept)
 
 
 def attend(

@@ -246,45 +246,44 @@ def score_tokens(g: Geometry, tiles: IndexTiles = IndexTiles()) -> KernelSpec:
     )
 
 
-def select_row(g: Geometry, chunk: int, warps: int = 16) -> KernelSpec:
-    """Top-k of rows of at most `chunk` tokens. Grid names: rows."""
-    return KernelSpec(
-        name="dsa_select",
-        function=select.select_row,
-        inputs=(Argument("scores", "float32"), *_CALL),
-        scalars=("S", "N"),
-        outputs=(Argument("tokens", "int32"),),
-        constants={"K": g.kept, "CHUNK": chunk},
-        grid=lambda v: (v["rows"],),
-        warps=warps,
-    )
+# Chosen tokens are put in place from so many at a time; their running counts take registers too.
+SELECT_PART = 8192
 
 
-def select_chunk(g: Geometry, chunk: int, warps: int = 16) -> KernelSpec:
-    """Top-k of each chunk of a row. Grid names: rows."""
+def _selection(g: Geometry, chunk: int) -> dict[str, Any]:
+    return {"K": g.kept, "CHUNK": chunk, "PART": min(chunk, SELECT_PART)}
+
+
+def _selection_warps(chunk: int) -> int:
+    """16 scores per thread, or the largest program."""
+    return max(1, min(32, chunk // 512))
+
+
+def select_chunk(g: Geometry, chunk: int) -> KernelSpec:
+    """Top-k of each chunk of a row. Grid names: chunks, rows."""
     return KernelSpec(
         name="dsa_select_chunk",
         function=select.select_chunk,
         inputs=(Argument("scores", "float32"), *_CALL),
         scalars=("S", "N", "chunks"),
-        outputs=(Argument("candidates", "int32"), Argument("candidate_bits", "int32")),
-        constants={"K": g.kept, "CHUNK": chunk},
+        outputs=(Argument("chosen", "int32"),),
+        constants=_selection(g, chunk),
         grid=lambda v: (v["chunks"], v["rows"]),
-        warps=warps,
+        warps=_selection_warps(chunk),
     )
 
 
-def select_among(g: Geometry, chunk: int, warps: int = 16) -> KernelSpec:
-    """Top-k of runs of `chunk` candidates. Grid names: rows."""
+def select_among(g: Geometry, chunk: int) -> KernelSpec:
+    """Top-k of runs of `chunk` candidates. Grid names: parts, rows."""
     return KernelSpec(
         name="dsa_select_among",
         function=select.select_among,
-        inputs=(Argument("candidates", "int32"), Argument("candidate_bits", "int32")),
-        scalars=("width", "parts"),
-        outputs=(Argument("chosen_tokens", "int32"), Argument("chosen_bits", "int32")),
-        constants={"K": g.kept, "CHUNK": chunk},
+        inputs=(Argument("scores", "float32"), Argument("candidates", "int32")),
+        scalars=("N", "width", "parts"),
+        outputs=(Argument("chosen", "int32"),),
+        constants=_selection(g, chunk),
         grid=lambda v: (v["parts"], v["rows"]),
-        warps=warps,
+        warps=_selection_warps(chunk),
     )
 
 

@@ -1,11 +1,11 @@
 """DSA as plugin layers of full TensorRT, one per kernel.
 
-A generation step of a full layer runs score, select and attend (many rows) or attend_split and
-merge (few rows); a context step the same, or dense while no query sees more tokens than it keeps.
-Rows longer than one chunk use select_chunk and select_among instead of select. A sliding layer
-runs window_scores and window_values, or, where `hopper` is set, window. The attribute `hopper`
-chooses the kernels for compute capability 9.0 and Dots3's sizes; `small` the tiles for GPUs with
-less than 160 KiB of shared memory per block.
+A generation step of a full layer runs score, select_chunk and attend (many rows) or attend_split
+and merge (few rows); a context step the same, or dense while no query sees more tokens than it
+keeps. Rows longer than one chunk also run select_among, once per level. A sliding layer runs
+window_scores and window_values, or, where `hopper` is set, window. The attribute `hopper` chooses
+the kernels for compute capability 9.0 and Dots3's sizes; `small` the tiles for GPUs with less than
+160 KiB of shared memory per block.
 """
 
 from __future__ import annotations
@@ -89,11 +89,12 @@ def _score() -> Operation:
 
 def _scored(shapes: Shapes, a: Attributes) -> Sizes:
     batch, steps, count = _dims(shapes["scores"], 3)
-    return {"S": steps, "N": count, "rows": batch * steps, "chunks": a.get("chunks", 1)}
+    return {"S": steps, "N": count, "rows": batch * steps, "chunks": a["chunks"]}
 
 
 def _among(shapes: Shapes, a: Attributes) -> Sizes:
     return {
+        "N": shapes["scores"][2],
         "width": a["width"],
         "parts": ceil_div(a["width"], a["chunk"]),
         "rows": shapes["candidates"][0],
@@ -103,27 +104,19 @@ def _among(shapes: Shapes, a: Attributes) -> Sizes:
 def _selections() -> list[Operation]:
     def winners(shapes: Shapes, a: Attributes) -> Outputs:
         batch, steps = _dims(shapes["scores"], 2)
-        shape = (batch * steps, a["chunks"] * a["kept"])
-        return {"candidates": shape, "candidate_bits": shape}
+        return {"chosen": (batch * steps, a["chunks"] * a["kept"])}
 
     def chosen(shapes: Shapes, a: Attributes) -> Outputs:
-        shape = (shapes["candidates"][0], ceil_div(a["width"], a["chunk"]) * a["kept"])
-        return {"chosen_tokens": shape, "chosen_bits": shape}
+        parts = ceil_div(a["width"], a["chunk"])
+        return {"chosen": (shapes["candidates"][0], parts * a["kept"])}
 
     return [
-        _operation(
-            "select",
-            lambda a: plan.select_row(_geometry(a), a["chunk"], a["warps"]),
-            lambda s, a: {"tokens": (*_dims(s["scores"], 2), a["kept"])},
-            _scored,
-            {"chunk": 8192, "warps": 16},
-        ),
         _operation(
             "select_chunk",
             lambda a: plan.select_chunk(_geometry(a), a["chunk"]),
             winners,
             _scored,
-            {"chunk": 8192, "chunks": 4},
+            {"chunk": 32768, "chunks": 4},
         ),
         _operation(
             "select_among",

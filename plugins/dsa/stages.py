@@ -21,9 +21,6 @@ Attributes = Mapping[str, Any]
 
 # Stands for minus infinity: the difference of two of them is 0, not NaN.
 _LOWEST = -1e30
-
-# Marks a candidate that is not there, below the bits of every number.
-_ABSENT = -(1 << 31)
 _LOG2_E = 1 / math.log(2)
 
 
@@ -41,60 +38,32 @@ def score(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     return {"scores": scores}
 
 
-def select(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """The best visible tokens."""
-    visible = _visible(t, t["scores"].shape[1])
-    return {"tokens": reference.select_tokens(t["scores"], visible, a["kept"])}
-
-
-def _ordered(scores: Tensor) -> Tensor:
-    """int32 that orders like the float32, with -0.0 equal to 0.0."""
-    bits = (scores + 0.0).contiguous().view(torch.int32)
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
 def select_chunk(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """The best visible tokens of every run of `chunk` tokens, and their ordered bits."""
+    """The best visible tokens of every run of `chunk` tokens."""
     scores, size = t["scores"], a["chunk"]
     visible = _visible(t, scores.shape[1])
-    tokens, bits = [], []
+    chosen = []
     for index in range(a["chunks"]):
         first = index * size
         part = scores[..., first : first + size]
         ids = reference.select_tokens(part, (visible - first).clamp(0, size), a["kept"])
-        none = ids < 0
-        if part.shape[-1]:
-            found = _ordered(part).gather(2, ids.clamp_min(0).long())
-        else:
-            found = torch.zeros_like(ids)
-        tokens.append(torch.where(none, -1, ids + first))
-        bits.append(torch.where(none, _ABSENT, found))
-    return {
-        "candidates": torch.cat(tokens, 2).flatten(0, 1),
-        "candidate_bits": torch.cat(bits, 2).flatten(0, 1),
-    }
+        chosen.append(torch.where(ids < 0, -1, ids + first))
+    return {"chosen": torch.cat(chosen, 2).flatten(0, 1)}
 
 
 def select_among(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """The best of every run of `chunk` candidates, which are in ascending order of tokens."""
-    tokens, bits = [], []
-    runs = zip(
-        t["candidates"].split(a["chunk"], 1), t["candidate_bits"].split(a["chunk"], 1), strict=True
-    )
-    for candidates, ordered in runs:
-        short = a["kept"] - candidates.shape[1]
-        if short > 0:
-            candidates = torch.nn.functional.pad(candidates, (0, short), value=-1)
-            ordered = torch.nn.functional.pad(ordered, (0, short), value=_ABSENT)
-        best = ordered.sort(dim=1, descending=True, stable=True).indices[:, : a["kept"]]
-        # Places in ascending order, those of absent candidates last.
-        absent = ordered.gather(1, best) == _ABSENT
-        place = torch.where(absent, candidates.shape[1], best).sort(dim=1).values
-        gone = place == candidates.shape[1]
-        place = place.masked_fill(gone, 0)
-        tokens.append(candidates.gather(1, place).masked_fill(gone, -1))
-        bits.append(ordered.gather(1, place).masked_fill(gone, _ABSENT))
-    return {"chosen_tokens": torch.cat(tokens, 1), "chosen_bits": torch.cat(bits, 1)}
+    """The best of every run of `chunk` candidates, which ascend, with -1 in between."""
+    scores = t["scores"].flatten(0, 1)
+    tokens = scores.shape[1]
+    chosen = []
+    for run in t["candidates"].split(a["chunk"], 1):
+        # Candidates in front, still ascending, so that places order like tokens.
+        ordered = torch.where(run < 0, tokens, run).sort(1).values.long()
+        found = scores.gather(1, ordered.clamp_max(tokens - 1))
+        places = reference.select_tokens(found, (run >= 0).sum(1), a["kept"])
+        best = ordered.gather(1, places.clamp_min(0).long())
+        chosen.append(torch.where(places < 0, -1, best).to(torch.int32))
+    return {"chosen": torch.cat(chosen, 1)}
 
 
 def _list(t: Tensors) -> Tensor:
@@ -261,7 +230,6 @@ def dense(t: Tensors, a: Attributes) -> dict[str, Tensor]:
 
 DEFINITIONS: dict[str, Callable[[Tensors, Attributes], dict[str, Tensor]]] = {
     "score": score,
-    "select": select,
     "select_chunk": select_chunk,
     "select_among": select_among,
     "attend": attend,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plugins import operations
 from plugins.dsa import plan as dsa_plan
+from plugins.dsa import reference as dsa_reference
 from plugins.dsa.plugin import geometry_attributes as dsa_attributes
 from plugins.qsa import plan as qsa_plan
 from plugins.qsa.plugin import geometry_attributes as qsa_attributes
@@ -78,11 +79,8 @@ def chain(
         # What the later ones update is what `attend_tile` made.
         if name in ("qsa::attend_tile", "qsa::attend_apart"):
             known["together"] = made["out"]
-        if name == "dsa::select_among":
-            known |= {
-                "candidates": made["chosen_tokens"],
-                "candidate_bits": made["chosen_bits"],
-            }
+        if name.startswith("dsa::select"):
+            known["candidates"] = made["chosen"]
     return known
 
 
@@ -191,25 +189,28 @@ def test_dsa_scores_and_selection() -> None:
         head_weights=torch.randn(BATCH, STEPS, 5),
     )
     score = dsa("score", queries=2, tokens=16, warps=4, stages=1, run=32)
-    whole = every_mixture([score, dsa("select", chunk=128, warps=1)], inputs, "tokens")
+    whole = every_mixture([score, dsa("select_chunk", chunk=128, chunks=1)], inputs, "chosen")
     chunks = [
         dsa("select_chunk", chunk=32, chunks=3),
         dsa("select_among", chunk=32, width=48),
         dsa("select_among", chunk=32, width=32),
     ]
-    chosen = every_mixture([score, *chunks], inputs, "chosen_tokens")
-    assert torch.equal(chosen.view(BATCH, STEPS, 16), whole)
-    assert whole[4, 2].tolist() != list(range(16))
+    assert torch.equal(every_mixture([score, *chunks], inputs, "chosen"), whole)
+    visible = dsa_reference.visible_counts(inputs["past"], inputs["new"], STEPS)
+    scores = chain([score], inputs, [False])["scores"]
+    assert torch.equal(
+        whole.view(BATCH, STEPS, 16), dsa_reference.select_tokens(scores, visible, 16)
+    )
+    assert whole[-1].tolist() != list(range(16))
 
 
 def test_dsa_attention() -> None:
-    select = operations.DEFINITIONS["dsa::select"]
-    scores = call(scores=torch.randn(BATCH, STEPS, 90))
+    visible = dsa_reference.visible_counts(PAST, NEW, STEPS)
     inputs = call(
         q_latent=torch.randn(BATCH, STEPS, 6, 40),
         q_rope=torch.randn(BATCH, STEPS, 6, 8),
         cache=torch.randn(BATCH, 1, 90, 48),
-        tokens=select(scores, dsa("select", chunk=128, warps=1)[1])["tokens"],
+        tokens=dsa_reference.select_tokens(torch.randn(BATCH, STEPS, 90), visible, FULL.kept),
         gate=torch.randn(BATCH, STEPS, 6),
     )
     kernels = {"hopper": 0, "small": 1}

@@ -1,8 +1,8 @@
 """Exact top-k of signed scores.
 
-A row is cut into chunks that fit in registers. The k-th best score of a chunk is found by bisecting
-on its bit pattern, mapped so that signed floats order like integers; the chunks' winners are then
-selected from in the same way, level by level, until one chunk is left.
+A chunk of a row stays in the registers of one program while the k-th best score is found by
+bisecting on its bit pattern, mapped so that signed floats order like integers. The winners of
+several chunks are selected from in the same way, level by level, until one chunk is left.
 
 Equal scores: the lower token index is kept. Indices come out ascending, -1 behind the last.
 """
@@ -24,34 +24,78 @@ def ordered(score):
 
 
 @triton.jit
-def best(bits, K: tl.constexpr):
-    """Which of `bits` (int32) are the K largest, and the rank of each among the chosen.
+def _threshold(bits, K: tl.constexpr):
+    """The K-th largest of `bits` that are not ABSENT, or less when fewer are there.
 
-    Earlier elements win among equals. Returns (chosen, rank, number chosen).
+    Below the result lies nothing of the K largest; above it lie fewer than K or exactly those.
     """
-    there = tl.sum((bits != ABSENT).to(tl.int32), axis=0)
+    # K groups of every K-th element: each holds one element that is at least the least of the
+    # groups' maxima, so the K-th largest is not below it.
+    groups = tl.reshape(bits, (bits.shape[0] // K, K))
+    low = tl.maximum(tl.min(tl.max(groups, axis=0)), ABSENT + 1)
+    high = tl.max(bits)
     # Invariant: at least K elements are >= low (low_count of them), fewer than K are > high.
-    low = tl.min(tl.where(bits != ABSENT, bits, 0x7FFFFFFF), axis=0)
-    high = tl.max(bits, axis=0)
-    low_count = there
+    low_count = tl.sum((bits >= low).to(tl.int32))
     while (low_count > K) & (low < high):
         # The upper middle, without overflow.
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
-        count = tl.sum((bits >= middle).to(tl.int32), axis=0)
+        count = tl.sum((bits >= middle).to(tl.int32))
         enough = count >= K
         low = tl.where(enough, middle, low)
         low_count = tl.where(enough, count, low_count)
         high = tl.where(enough, high, middle - 1)
-    above = ((bits > low) & (bits != ABSENT)).to(tl.int32)
-    equal = ((bits == low) & (bits != ABSENT)).to(tl.int32)
-    # Both running counts in one scan: `above` never exceeds K, `equal` never the chunk.
-    packed = above * 65536 + equal
-    before = tl.cumsum(packed, axis=0) - packed
-    wanted = K - tl.sum(above, axis=0)
-    equal_before = before % 65536
-    chosen = (above > 0) | ((equal > 0) & (equal_before < wanted))
-    rank = before // 65536 + tl.minimum(equal_before, wanted)
-    return chosen, rank, tl.minimum(there, K)
+    return low
+
+
+@triton.jit
+def _load(scores, candidates, lanes, end, LISTED: tl.constexpr):
+    """Tokens and the bits of their scores; ABSENT from lane `end` on and for tokens of -1."""
+    if LISTED:
+        token = tl.load(candidates + lanes, mask=lanes < end, other=-1)
+        there = token >= 0
+    else:
+        token = lanes
+        there = lanes < end
+    score = tl.load(scores + token, mask=there, other=0.0)
+    return token, tl.where(there, ordered(score), ABSENT)
+
+
+@triton.jit
+def _select(
+    scores,
+    candidates,
+    first,
+    end,
+    out,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """Top K of the lanes [first, min(first + CHUNK, end)), -1 behind the last.
+
+    PART: lanes that are put in place at a time; they are loaded again for it.
+    """
+    _, bits = _load(scores, candidates, first + tl.arange(0, CHUNK), end, LISTED)
+    low = _threshold(bits, K)
+    wanted = K - tl.sum((bits > low).to(tl.int32))
+    before = 0
+    for start in range(0, CHUNK, PART):
+        lanes = first + start + tl.arange(0, PART)
+        token, part = _load(scores, candidates, lanes, end, LISTED)
+        above = (part > low).to(tl.int32)
+        equal = ((part == low) & (part != ABSENT)).to(tl.int32)
+        # Both running counts in one scan: `above` never exceeds K, `equal` never the chunk.
+        packed = above * 65536 + equal
+        running = before + tl.cumsum(packed, axis=0) - packed
+        equal_before = running % 65536
+        chosen = (above > 0) | ((equal > 0) & (equal_before < wanted))
+        rank = running // 65536 + tl.minimum(equal_before, wanted)
+        tl.store(out + rank, token, mask=chosen)
+        before += tl.sum(packed)
+    found = before // 65536 + tl.minimum(before % 65536, wanted)
+    lane = tl.arange(0, K)
+    tl.store(out + lane, -1, mask=lane >= found)
 
 
 @triton.jit
@@ -63,32 +107,6 @@ def _visible(past, new, row, S, N):
 
 
 @triton.jit
-def select_row(
-    scores,
-    past,
-    new,
-    S,
-    N,
-    tokens,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Top K of rows of at most CHUNK tokens. Grid (rows,). scores [B, S, N]; tokens [B, S, K]."""
-    row = tl.program_id(0)
-    visible = _visible(past, new, row, S, N)
-    out = tokens + row.to(tl.int64) * K
-    lane = tl.arange(0, K)
-    if visible <= K:
-        tl.store(out + lane, tl.where(lane < visible, lane, -1))
-    else:
-        token = tl.arange(0, CHUNK)
-        seen = token < visible
-        score = tl.load(scores + row.to(tl.int64) * N + token, mask=seen, other=0.0)
-        chosen, rank, _ = best(tl.where(seen, ordered(score), ABSENT), K)
-        tl.store(out + rank, token, mask=chosen)
-
-
-@triton.jit
 def select_chunk(
     scores,
     past,
@@ -96,54 +114,49 @@ def select_chunk(
     S,
     N,
     chunks,
-    candidates,
-    candidate_bits,
+    chosen,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """Top K of each chunk of a row. Grid (chunks, rows). Outputs int32 [B, S, chunks, K]."""
+    """Top K of each chunk of a row. Grid (chunks, rows).
+
+    scores [B, S, N]; chosen int32 [B * S, chunks, K]. K is a power of two; so are CHUNK, at least
+    K, at most 32768, and PART, at most CHUNK.
+    """
     row = tl.program_id(1)
     chunk = tl.program_id(0)
+    first = chunk * CHUNK
     visible = _visible(past, new, row, S, N)
-    at = (row.to(tl.int64) * chunks + chunk) * K
-    lane = tl.arange(0, K)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    seen = token < visible
-    score = tl.load(scores + row.to(tl.int64) * N + token, mask=seen, other=0.0)
-    bits = tl.where(seen, ordered(score), ABSENT)
-    chosen, rank, count = best(bits, K)
-    tl.store(candidates + at + rank, token, mask=chosen)
-    tl.store(candidate_bits + at + rank, bits, mask=chosen)
-    tl.store(candidates + at + lane, -1, mask=lane >= count)
-    tl.store(candidate_bits + at + lane, ABSENT, mask=lane >= count)
+    out = chosen + (row.to(tl.int64) * chunks + chunk) * K
+    if visible - first <= K:
+        token = first + tl.arange(0, K)
+        tl.store(out + tl.arange(0, K), tl.where(token < visible, token, -1))
+    else:
+        mine = scores + row.to(tl.int64) * N
+        _select(mine, chosen, first, visible, out, K, CHUNK, PART, False)
 
 
 @triton.jit
 def select_among(
+    scores,
     candidates,
-    candidate_bits,
+    N,
     width,
     parts,
-    chosen_tokens,
-    chosen_bits,
+    chosen,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Top K of each run of CHUNK candidates. Grid (parts, rows).
 
-    candidates, candidate_bits int32 [rows, width]; outputs int32 [rows, parts, K]. Candidates are
-    in ascending order of tokens, so that earlier means lower.
+    scores [rows, N]; candidates int32 [rows, width], in ascending order of tokens, -1 = none;
+    chosen int32 [rows, parts, K].
     """
     row = tl.program_id(1)
     part = tl.program_id(0)
-    lanes = part * CHUNK + tl.arange(0, CHUNK)
-    at = row.to(tl.int64) * width + lanes
-    bits = tl.load(candidate_bits + at, mask=lanes < width, other=ABSENT)
-    token = tl.load(candidates + at, mask=lanes < width, other=-1)
-    chosen, rank, count = best(bits, K)
-    out = (row.to(tl.int64) * parts + part) * K
-    lane = tl.arange(0, K)
-    tl.store(chosen_tokens + out + rank, token, mask=chosen)
-    tl.store(chosen_bits + out + rank, bits, mask=chosen)
-    tl.store(chosen_tokens + out + lane, -1, mask=lane >= count)
-    tl.store(chosen_bits + out + lane, ABSENT, mask=lane >= count)
+    mine = scores + row.to(tl.int64) * N
+    found = candidates + row.to(tl.int64) * width
+    out = chosen + (row.to(tl.int64) * parts + part) * K
+    _select(mine, found, part * CHUNK, width, out, K, CHUNK, PART, True)

@@ -60,7 +60,7 @@ def _ops(driver: Driver, phase: str, layer: int) -> list[str]:
 
 
 def test_attention_is_plugin_layers(driver: Driver) -> None:
-    select = ["dsa::score", "dsa::select"]
+    select = ["dsa::score", "dsa::select_chunk"]
     for layer, kind in enumerate(driver.config.dots3.layer_types):
         full = kind == "full_attention"
         assert _ops(driver, "generation", layer) == ([*select, "dsa::attend"] if full else WINDOW)
@@ -130,7 +130,7 @@ def test_a_wrong_plugin_is_seen(driver: Driver, expected: dict[str, Tensor]) -> 
     }
 
     def shifted(inputs: tuple, attributes: dict) -> tuple:
-        (tokens,) = right["dsa::select"](inputs)
+        (tokens,) = right["dsa::select_chunk"](inputs)
         return (torch.where(tokens > 0, tokens - 1, tokens),)
 
     def ungated(inputs: tuple, attributes: dict) -> tuple:
@@ -141,7 +141,7 @@ def test_a_wrong_plugin_is_seen(driver: Driver, expected: dict[str, Tensor]) -> 
         return run(inputs)
 
     for name, broken in (
-        ("dsa::select", shifted),
+        ("dsa::select_chunk", shifted),
         ("dsa::attend", ungated),
         ("dsa::dense", late),
     ):
@@ -159,6 +159,7 @@ def test_split_rows_and_long_selections(
 ) -> None:
     """128 tokens kept, their lists cut over two programs, chosen in chunks on two levels."""
     monkeypatch.setattr(kernel, "SELECT_CHUNK", 256)
+    monkeypatch.setattr(kernel, "SELECT_CHUNK_FEW", 256)
     kinds = ["full_attention", "sliding_attention"]
     checkpoint = tiny(draft=False, num_hidden_layers=2, layer_types=kinds, index_topk=128)
     driver = checkpoint.driver(EngineLimits(1, 512, chunk_size=320), plugins=True)

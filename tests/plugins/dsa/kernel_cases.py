@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.dsa import kernel, reference
+from plugins.dsa import kernel, plan, reference
 from plugins.dsa.plan import AttendTiles, DenseTiles, Geometry, IndexTiles, WindowTiles
 
 FULL = Geometry(
@@ -62,10 +62,25 @@ def test_index_scores(steps: int) -> None:
         assert (wrong[seen] - want[seen]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("chunk", [8192, 32])
+@pytest.mark.parametrize(
+    ("chunk", "levels"),
+    [
+        (32768, [(128, 1)]),
+        (32, [(32, 4), (32, 2), (32, 1)]),
+        # No longer than what is kept.
+        (8, [(16, 7), (32, 4), (32, 2), (32, 1)]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["signed", "ties", "negative", "equal"])
-def test_selection(chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection(
+    chunk: int, levels: list[tuple[int, int]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel, "SELECT_CHUNK", chunk)
+    monkeypatch.setattr(kernel, "SELECT_CHUNK_FEW", chunk)
+    # Several parts of a chunk, that the running counts go on over.
+    monkeypatch.setattr(plan, "SELECT_PART", 16)
+    assert kernel.select_levels(FULL, 12, 100) == levels
     # Around the budget of 16, and past several chunks.
     past, new, steps = ints(0, 14, 15, 16, 98, 40), ints(1, 2, 2, 2, 2, 0), 2
     scores = torch.randn(6, steps, 100)
@@ -78,7 +93,22 @@ def test_selection(chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         scores = torch.full_like(scores, -0.25)
     visible = reference.visible_counts(past, new, steps)
     got = kernel.select(FULL, scores, past, new)
-    assert torch.equal(got, reference.select_tokens(scores, visible, FULL.kept))
+    want = reference.select_tokens(scores, visible, FULL.kept)
+    assert torch.equal(got, want)
+    if kind != "equal":
+        assert not torch.equal(kernel.select(FULL, -scores, past, new), want)
+
+
+def test_selection_is_cut_for_the_number_of_rows() -> None:
+    real = Geometry()
+    assert kernel.select_levels(real, 1, 32768) == [(8192, 4), (8192, 1)]
+    assert kernel.select_levels(real, 33, 32768) == [(8192, 4), (8192, 1)]
+    assert kernel.select_levels(real, 34, 32768) == [(32768, 1)]
+    assert kernel.select_levels(real, 128, 131072) == [(32768, 4), (8192, 1)]
+    assert kernel.select_levels(real, 1, 524288) == [(8192, 64), (8192, 16), (8192, 4), (8192, 1)]
+    assert kernel.select_levels(real, 1, 100) == [(2048, 1)]
+    wide = replace(real, kept=16384)
+    assert kernel.select_levels(wide, 1, 40000) == [(16384, 3), (32768, 2), (32768, 1)]
 
 
 @pytest.mark.parametrize("splits", [1, 3])

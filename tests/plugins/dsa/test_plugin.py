@@ -37,9 +37,8 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "index_keys": Shape(B, 1, C, 128),
         "head_weights": Shape(B, S, 64),
     },
-    "select": {"scores": Shape(B, S, 8000)},
-    "select_chunk": {"scores": Shape(B, S, 32768)},
-    "select_among": {"candidates": Shape(B * S, 8192), "candidate_bits": Shape(B * S, 8192)},
+    "select_chunk": {"scores": Shape(B, S, 131072)},
+    "select_among": {"scores": Shape(B, S, 131072), "candidates": Shape(B * S, 8192)},
     "attend": {"q_latent": Shape(B, S, 128, 512), "cache": Shape(B, 1, C, 576)},
     "attend_split": {"q_latent": Shape(B, S, 128, 512), "cache": Shape(B, 1, C, 576)},
     "merge": {"gate": Shape(B, S, 128)},
@@ -54,9 +53,8 @@ SHAPES: dict[str, dict[str, Shape]] = {
 }
 OUT = {
     "score": {"scores": (B, S, C)},
-    "select": {"tokens": (B, S, 2048)},
-    "select_chunk": {"candidates": (B * S, 8192), "candidate_bits": (B * S, 8192)},
-    "select_among": {"chosen_tokens": (B * S, 2048), "chosen_bits": (B * S, 2048)},
+    "select_chunk": {"chosen": (B * S, 8192)},
+    "select_among": {"chosen": (B * S, 2048)},
     "attend": {"out": (B, S, 128, 512)},
     "attend_split": {"partial": (B, S, 2, 128, 512), "partial_lse": (B, S, 2, 128)},
     "merge": {"out": (B, S, 128, 512)},
@@ -93,7 +91,9 @@ def test_every_operation_is_covered_and_has_typed_attributes() -> None:
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
-@pytest.mark.parametrize("name", ["attend", "window_values", "dense", "select"])
+@pytest.mark.parametrize(
+    "name", ["attend", "window_values", "dense", "select_chunk", "select_among"]
+)
 def test_kernels_compile_for_every_gpu(name: str, capability: str) -> None:
     operation = BY_NAME[f"dsa::{name}"]
     attributes = dict(operation.example)
