@@ -29,9 +29,9 @@ Array = npt.NDArray[np.float32]
 _POWER_FLOOR = 1e-10
 _LOG_FLOOR = -10.0
 # Frames transformed together: their spectra stay in the second-level cache.
-_BLOCK_FRAMES = 512
+_BLOCK_FRAMES = 256
 # Neighbouring filters that are applied with one product.
-_BAND_FILTERS = 32
+_BAND_FILTERS = 16
 # Samples looked at first in the search for the last sound.
 _SILENCE_BLOCK = 1 << 10
 _DYNAMIC_RANGE = 8.0
@@ -95,7 +95,7 @@ def _window(n_fft: int) -> Array:
 def _bands(spec: MelSpec) -> tuple[tuple[slice, slice, Array], ...]:
     """The filter bank in bands of neighbouring filters: (bins, filters, [filters, bins]).
 
-    A filter covers few bins, so that a band's product has a quarter of the multiplications.
+    A filter covers few bins, so that the products of all bands have a fraction of the multiplications.
     """
     filters = mel_filters(spec)
     bands = []
