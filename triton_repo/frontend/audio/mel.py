@@ -95,7 +95,7 @@ def _window(n_fft: int) -> Array:
 def _bands(spec: MelSpec) -> tuple[tuple[slice, slice, Array], ...]:
     """The filter bank in bands of neighbouring filters: (bins, filters, [filters, bins]).
 
-    A filter covers few bins, so that the products of all bands have a fraction of the multiplications.
+    A filter covers few bins: the products of all bands have a fraction of the multiplications.
     """
     filters = mel_filters(spec)
     bands = []
