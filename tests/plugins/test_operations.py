@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from plugins.operations import OPERATIONS, digests
+from tests.plugins.interpreted import assert_passes
 
 
 def test_operations_in_the_interpreter() -> None:
-    cases = Path(__file__).with_name("operation_cases.py")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=cases.parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-6000:]
-    assert " passed" in run.stdout
+    assert_passes(Path(__file__).with_name("operation_cases.py"))
 
 
 def test_digests_tell_operations_apart() -> None:
