@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.graph_time import timed
 from plugins import operations
 from plugins.aot.quick import Operation
 from plugins.mtp import reference
@@ -32,34 +32,9 @@ from plugins.mtp.plugin import EMBED_NORMS, RMS_NORM, row_attributes
 
 VOCAB, WIDTH, EPS = 152064, 5120, 1e-5
 TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
-REPLAYS = 20
 # Input sets per graph, by bytes that they move together: more than the 50 MB of the cache.
 SET_BYTES = 400e6
 Inputs = dict[str, Tensor]
-
-
-def timed(calls: Sequence[Callable[[], object]]) -> float:
-    """Median time of one call in microseconds, over replays of a graph that makes all of them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(REPLAYS + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[3:])
 
 
 def copy_rate() -> float:

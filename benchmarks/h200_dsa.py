@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.graph_time import timed
 from plugins.aot.bundle import read_bundle, write_bundle
 from plugins.aot.compile import compile_kernel
 from plugins.aot.driver import LoadedKernel
@@ -38,7 +38,6 @@ from plugins.dsa.plan import SLIDING, AttendTiles, DenseTiles, Geometry, IndexTi
 FULL = Geometry()
 DEVICE = "cuda"
 SETS = 4
-REPLAYS = 20
 HOPPER = (False, True)
 
 
@@ -58,30 +57,6 @@ class Row:
     @property
     def share(self) -> float:
         return max(self.bytes_floor, self.flop_floor) / self.time
-
-
-def timed(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
-    """Median time of one call in microseconds, over replays of a graph that makes all of them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(replays + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[3:])
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
