@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from plugins.aot import layer
 from plugins.aot.compile import SHARED_BYTES
@@ -46,8 +45,6 @@ def select(site: Site, index_query: Tensor, index_keys: Tensor, head_weights: Te
     # Rows behind the visible ones, to which padding is written, are never chosen from.
     most = site.rows
     tiles = kernel.score_tiles(site.steps)
-    blocks = site.slots * triton.cdiv(site.steps, tiles.queries)
-    runs = max(1, min(triton.cdiv(most, tiles.tokens), 8 * plan.PROCESSORS // blocks))
     scores = _add(
         site,
         "score",
@@ -56,7 +53,7 @@ def select(site: Site, index_query: Tensor, index_keys: Tensor, head_weights: Te
         tokens=tiles.tokens,
         warps=tiles.warps,
         stages=tiles.stages,
-        run=triton.cdiv(triton.cdiv(most, runs), tiles.tokens) * tiles.tokens,
+        run=kernel.score_run(tiles, site.slots, site.steps, most),
     )["scores"]
     (chunk, parts), *levels = kernel.select_levels(g, site.slots * site.steps, most)
     first = _add(site, "select_chunk", {"scores": scores}, chunk=chunk, chunks=parts)
@@ -108,10 +105,9 @@ def attend_window(
     base = site.net.sub(site.past, site.geometry.window - 1)
     call = {"cache": rows, "base": base}
     inputs = {"q_latent": q_latent, "q_rope": q_rope, **call}
-    enough = site.steps > 1 or site.slots >= kernel.HOPPER_WINDOW_ROWS
-    if _hopper(site) and enough:
+    if _hopper(site) and kernel.whole_window(site.slots, site.steps):
         return _add(site, "window", {**inputs, "gate": gate})["out"]
-    queries = min(4, triton.next_power_of_2(site.steps))
+    queries = kernel.window_tiles(site.steps).queries
     weights = _add(site, "window_scores", inputs, queries=queries)
     return _add(site, "window_values", {**weights, **call, "gate": gate}, queries=queries)["out"]
 

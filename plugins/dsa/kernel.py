@@ -89,10 +89,7 @@ def score(
     rows = index_keys.shape[-2]
     count = rows if tokens is None else tokens
     tiles = tiles or score_tiles(steps)
-    if runs is None:
-        blocks = batch * triton.cdiv(steps, tiles.queries)
-        runs = max(1, min(triton.cdiv(count, tiles.tokens), 8 * PROCESSORS // max(1, blocks)))
-    run = triton.cdiv(triton.cdiv(count, runs), tiles.tokens) * tiles.tokens
+    run = score_run(tiles, batch, steps, count, runs)
     scores = torch.empty((batch, steps, count), dtype=torch.float32, device=index_query.device)
     plan.score_tokens(g, tiles).launch(
         {
@@ -113,6 +110,16 @@ def score_tiles(steps: int) -> IndexTiles:
     if steps == 1:
         return IndexTiles(queries=1, tokens=128, warps=8)
     return IndexTiles(queries=min(4, triton.next_power_of_2(steps)), tokens=64, warps=4)
+
+
+def score_run(
+    tiles: IndexTiles, batch: int, steps: int, count: int, runs: int | None = None
+) -> int:
+    """Tokens that one program scores, of `count`, cut in `runs` (default: to fill a GPU)."""
+    if runs is None:
+        blocks = batch * triton.cdiv(steps, tiles.queries)
+        runs = max(1, min(triton.cdiv(count, tiles.tokens), 8 * PROCESSORS // max(1, blocks)))
+    return triton.cdiv(triton.cdiv(count, runs), tiles.tokens) * tiles.tokens
 
 
 def select_levels(g: Geometry, rows: int, count: int) -> list[tuple[int, int]]:
@@ -226,6 +233,19 @@ def _split(
     plan.merge_splits(g, splits).launch({**work, "gate": gate, "out": out}, values)
 
 
+def whole_window(batch: int, steps: int) -> bool:
+    """Whether a call has enough programs for the window kernel of compute capability 9.0.
+
+    Few single queries leave one pass over the window short of them.
+    """
+    return steps > 1 or batch >= HOPPER_WINDOW_ROWS
+
+
+def window_tiles(steps: int) -> WindowTiles:
+    """Tiles of the portable window kernels for `steps` queries per slot."""
+    return WindowTiles(queries=min(4, triton.next_power_of_2(steps)))
+
+
 def attend_window(
     g: Geometry,
     q_latent: Tensor,
@@ -253,15 +273,13 @@ def attend_window(
     batch, steps = q_latent.shape[:2]
     out = torch.empty_like(q_latent)
     call = {"cache": cache, "past": past, "new": new, "base": base}
-    # Few single queries leave one pass over the window short of programs.
-    enough = steps > 1 or batch >= HOPPER_WINDOW_ROWS
-    if tiles is None and enough and _hopper(g, q_latent.device):
+    if tiles is None and whole_window(batch, steps) and _hopper(g, q_latent.device):
         plan.window_whole_hopper(g).launch(
             {"q_latent": q_latent, "q_rope": q_rope, **call, "gate": gate, "out": out},
             {"S": steps, "R": cache.shape[-2], "rows": batch * steps},
         )
         return out
-    tiles = tiles or WindowTiles(queries=min(4, triton.next_power_of_2(steps)))
+    tiles = tiles or window_tiles(steps)
     blocks = triton.cdiv(steps, tiles.queries)
     count = plan.window_tiles(g, tiles)
     lines = tiles.queries * plan.power(g.heads)

@@ -15,6 +15,7 @@ from plugins.qsa import kernel
 from plugins.qsa.layer import Site
 from plugins.qsa.plan import Tiles
 from plugins.qsa.plugin import NAMESPACE, OPERATIONS, geometry_attributes
+from plugins.trt.capability import parse_target
 from plugins.trt.types import Tensor
 
 _BY_NAME = {operation.id.removeprefix(f"{NAMESPACE}::"): operation for operation in OPERATIONS}
@@ -73,8 +74,7 @@ def attend(
 
 def _attend_tiles(site: Site, inputs: dict[str, Tensor], gate: dict[str, Tensor]) -> Tensor:
     """Neighbouring queries read their blocks together where they share enough of them."""
-    major, minor = layer.target_of(site.net).split(".")
-    how = kernel.prefill_plan(site.geometry, (int(major), int(minor)))
+    how = kernel.prefill_plan(site.geometry, parse_target(layer.target_of(site.net)))
     words = site.net.shape(inputs["k_cache"])[2] // site.geometry.ratio
     union = _add(site, "unite", {"blocks": inputs["blocks"]}, tile_rows=how.rows, words=words)
     given = inputs | gate | {"counts": union["counts"], "entries": union["entries"]}
@@ -82,14 +82,8 @@ def _attend_tiles(site: Site, inputs: dict[str, Tensor], gate: dict[str, Tensor]
     if how.hopper:
         return _add(site, "attend_hopper", given, **common)["out"]
     done = _add(site, "attend_tile", given, **common, **_tiles(how.together))["out"]
-    done = _add(site, "attend_apart", given | {"together": done}, **common, **_tiles(how.apart))[
-        "out"
-    ]
-    return _add(
-        site,
-        "attend_dense",
-        given | {"together": done},
-        lines=how.lines,
-        interleaved_gate=1,
-        **_tiles(how.dense),
-    )["out"]
+    given["together"] = done
+    done = _add(site, "attend_apart", given, **common, **_tiles(how.apart))["out"]
+    given["together"] = done
+    dense = {"lines": how.lines, "interleaved_gate": 1, **_tiles(how.dense)}
+    return _add(site, "attend_dense", given, **dense)["out"]
