@@ -87,8 +87,9 @@ class InterpreterExecutor:
         # A range that does not start at slot 0 has other addresses, hence no graph.
         if self._repeated is not None and phase == "generation" and first == 0:
             form = count, memory.swapped
-            capturable = lambda: not interpreter.host_reads  # noqa: E731
-            self._outputs = self._repeated.run(form, given, work, capturable)
+            self._outputs = self._repeated.run(
+                form, given, work, capturable=lambda: not interpreter.host_reads
+            )
         else:
             self._outputs = work({name: t.to(self.device) for name, t in given.items()})
         memory.commit(first, count)
