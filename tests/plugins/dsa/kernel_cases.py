@@ -7,7 +7,6 @@ imported, and other tests compile the same kernels.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -136,37 +135,6 @@ def test_sparse_attention(splits: int) -> None:
     assert not got[5].any() and not got[0, 1].any() and not got[4, 1].any()
     # The scale of the latent instead of the expanded head is a typical mistake.
     assert (attend(replace(FULL, nope=FULL.latent)) - want).abs().max() > 1e-2
-
-
-def test_sparse_attention_beyond_32_bit_offsets(tmp_path: Path) -> None:
-    g = replace(FULL, dtype="float16")
-    width, slots = g.latent + g.rope, 2
-    rows = 2**31 // width + 100
-    # A sparse file: only the rows that are touched take memory.
-    cache = torch.from_file(
-        str(tmp_path / "cache"), shared=True, size=slots * rows * width, dtype=torch.float16
-    ).reshape(slots, 1, rows, width)
-    call = {name: value.half() for name, value in queries(g, slots, 1).items()}
-    past, new = ints(3, rows - 1), ints(1, 1)
-    tokens = torch.full((slots, 1, g.kept), -1, dtype=torch.int32)
-    tokens[0, 0, :4] = torch.arange(4)
-    tokens[1, 0] = torch.arange(rows - g.kept, rows)
-    for slot in range(slots):
-        used = tokens[slot, 0][tokens[slot, 0] >= 0].long()
-        cache[slot, 0, used] = torch.randn(len(used), width).half()
-    how = kernel.AttendPlan(AttendTiles(16, 16, 4, 2), 1)
-    args = (call["q_latent"], call["q_rope"], cache, tokens, past, new, call["gate"])
-    got = kernel.attend(g, *args, how).float()
-    want = reference.latent_attention(
-        call["q_latent"].float(),
-        call["q_rope"].float(),
-        cache[:, 0],
-        tokens,
-        scale=g.scale,
-        gate=call["gate"],
-    )
-    assert got[1].abs().max() > 0.05
-    assert (got - want).abs().max() < 5e-3
 
 
 @pytest.mark.parametrize(
