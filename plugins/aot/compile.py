@@ -21,6 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from plugins.aot.spec import KernelSpec
 from plugins.support.errors import CapabilityError, InputError
+from plugins.trt.capability import parse_target
 
 # Compute capability -> first PTX version that knows it (for the plain or the "a" form).
 CAPABILITIES = {"8.0": 70, "8.9": 78, "9.0": 80, "10.0": 86, "12.0": 87}
@@ -78,6 +79,16 @@ class CompiledKernel:
             )
 
 
+def runs_on(compiled_for: str, gpu: tuple[int, int]) -> bool:
+    """Whether a GPU runs code that was compiled for a compute capability.
+
+    From 9.0 on the code is for exactly that GPU (PTX targets such as sm_90a), older code for newer
+    ones too.
+    """
+    target = parse_target(compiled_for)
+    return gpu == target if target >= (9, 0) else gpu >= target
+
+
 def _divisible(spec: KernelSpec) -> dict[tuple[int], list[list[object]]]:
     """Mark the tensor pointers as 16-byte aligned: without it no load is wider than an element."""
     names = {a.name for a in spec.tensors}
@@ -129,7 +140,8 @@ def compile_kernel(
             `newest_ptx`. Default: 8.7, or the capability's first version where that is newer.
 
     Raises:
-        CapabilityError: the capability is unknown or lacks an element type of the kernel.
+        CapabilityError: the capability is unknown or lacks an element type or instructions of the
+            kernel.
         InputError: the PTX version is too old for the capability, or the kernel uses scratch
             memory, clusters or anything else that TensorRT does not launch.
     """
@@ -146,7 +158,8 @@ def compile_kernel(
             expected=", ".join(CAPABILITIES),
             found=capability,
         )
-    major, minor = (int(part) for part in capability.split("."))
+    major, minor = parse_target(capability)
+    spec.check_capability((major, minor))
     if (major, minor) < _FP8_CAPABILITY and "float8_e4m3fn" in {a.dtype for a in spec.tensors}:
         raise CapabilityError(
             "this compute capability has no float8",
@@ -259,7 +272,7 @@ def assemble(ptx: str, capability: str) -> str:
     """
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-    major, minor = (int(part) for part in capability.split("."))
+    major, minor = parse_target(capability)
     number = major * 10 + minor
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.aot.compile import CompiledKernel
+from plugins.aot.compile import CompiledKernel, runs_on
 from plugins.aot.spec import KernelSpec
 from plugins.support.errors import CapabilityError, InputError, ToolchainError
 
@@ -38,12 +38,21 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
 class LoadedKernel:
     """A compiled kernel in the current device's context.
 
-    Raises CapabilityError when the driver bindings are missing and ToolchainError when the driver
-    refuses the PTX.
+    Raises CapabilityError when the kernel was compiled for another GPU or the driver bindings are
+    missing, and ToolchainError when the driver refuses the PTX.
     """
 
     def __init__(self, kernel: CompiledKernel) -> None:
         kernel.check()
+        gpu = torch.cuda.get_device_capability()
+        if not runs_on(kernel.capability, gpu):
+            raise CapabilityError(
+                "a kernel was compiled for another GPU",
+                where=kernel.name,
+                expected=f"compute capability {kernel.capability}",
+                found="{}.{}".format(*gpu),
+                fix="compile it for this GPU",
+            )
         self.kernel = kernel
         self._driver = driver = _driver()
         torch.cuda.current_stream()  # creates the context that the module is loaded into

@@ -11,11 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
 
-from plugins.support.errors import UsageError
+from plugins.support.errors import CapabilityError, UsageError
+
+# Kernels in Gluon, Triton's explicit level, are written in the instructions of this compute
+# capability; plain Triton compiles for any.
+HOPPER = (9, 0)
 
 # The grid of a kernel from its integers; the values are ints or symbolic expressions.
 Grid = Callable[[Mapping[str, Any]], tuple[Any, ...]]
@@ -74,6 +80,17 @@ class KernelSpec:
         """All tensor arguments, inputs first."""
         return self.inputs + self.outputs
 
+    def check_capability(self, capability: tuple[int, int]) -> None:
+        """Raise CapabilityError when a GPU of that compute capability cannot run the kernel."""
+        if isinstance(self.function, GluonJITFunction) and capability != HOPPER:
+            raise CapabilityError(
+                "a kernel uses instructions that this GPU does not have",
+                where=self.name,
+                expected="compute capability {}.{}".format(*HOPPER),
+                found="{}.{}".format(*capability),
+                fix="build the engines on this GPU: build-engine build CKPT_DIR ENGINE_DIR",
+            )
+
     @property
     def key(self) -> str:
         """Name and a short hash of everything that the compiled kernel depends on."""
@@ -112,7 +129,12 @@ class KernelSpec:
         Args:
             tensors: every tensor argument by name, contiguous.
             values: every scalar and every further name that the grid uses.
+
+        Raises CapabilityError when the tensors' GPU lacks the kernel's instructions.
         """
+        device = next(iter(tensors.values())).device
+        if device.type == "cuda":
+            self.check_capability(torch.cuda.get_device_capability(device))
         grid = self.grid(values)
         options = {} if triton.knobs.runtime.interpret else self.options
         if all(extent > 0 for extent in grid):

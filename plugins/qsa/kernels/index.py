@@ -46,7 +46,8 @@ def _score(
     column = tl.arange(0, ROWS * HI)
     row = first_row + column // HI
     dims = tl.arange(0, DI)
-    query_at = ((slot * HI + column % HI)[None, :] * S + row[None, :]) * DI + dims[:, None]
+    head = (slot * HI + column % HI).to(tl.int64)
+    query_at = (head[None, :] * S + row[None, :]) * DI + dims[:, None]
     query = tl.load(index_query + query_at, mask=row[None, :] < count, other=0.0).to(DOT)
     lanes = tl.arange(0, BLOCKS)
     keys = index_keys + slot.to(tl.int64) * NB * DI

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
 from plugins.aot.bundle import MANIFEST, read_bundle, write_bundle
 from plugins.aot.compile import (
@@ -16,8 +18,10 @@ from plugins.aot.compile import (
     compile_kernel,
     entry_parameters,
     newest_ptx,
+    runs_on,
     strip_scratch,
 )
+from plugins.aot.driver import LoadedKernel
 from plugins.aot.spec import KernelSpec
 from plugins.qsa import plan
 from plugins.qsa.plan import Geometry, Rotary, Tiles
@@ -73,6 +77,28 @@ def test_the_ptx_version_follows_the_driver() -> None:
         assert f".version {version / 10}" in compile_kernel(SMALL, "9.0", version).ptx
     with pytest.raises(InputError, match="PTX version"):
         compile_kernel(SMALL, "12.0", 84)
+
+
+def test_hopper_kernels_are_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = plan.attend_hopper(G, plan.HOPPER_ROWS)
+    for other in ("8.0", "8.9", "10.0", "12.0"):
+        with pytest.raises(CapabilityError, match="instructions") as caught:
+            compile_kernel(spec, other)
+        assert (caught.value.expected, caught.value.found) == ("compute capability 9.0", other)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    with FakeTensorMode(), pytest.raises(CapabilityError, match="instructions"):
+        spec.launch({"q": torch.empty(1, device="cuda")}, {})
+    plan.select_row(G, 512, 1).check_capability((8, 9))
+
+
+def test_code_for_9_0_and_newer_is_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs_on("8.0", (8, 0)) and runs_on("8.0", (8, 9)) and runs_on("8.9", (12, 0))
+    assert not runs_on("8.9", (8, 0))
+    assert runs_on("9.0", (9, 0)) and not runs_on("9.0", (10, 0)) and not runs_on("12.0", (12, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    with pytest.raises(CapabilityError, match="another GPU") as caught:
+        LoadedKernel(compile_kernel(SMALL, "9.0"))
+    assert caught.value.found == "10.0"
 
 
 def test_unknown_capability_is_refused() -> None:

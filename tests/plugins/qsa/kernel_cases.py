@@ -6,6 +6,7 @@ imported, and other tests compile the same kernels.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,12 @@ def chosen(position: Tensor, g: Geometry = G) -> Tensor:
     visible = reference.visible_blocks(position, g.ratio)
     count = max(int(visible.max()), 1)
     return reference.select_blocks(torch.rand(*position.shape, count), visible, g.blocks)
+
+
+def sparse(path: Path, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Zeros in a sparse file: only what is touched takes memory."""
+    size = math.prod(shape)
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
 
 
 def call(past: Tensor, new: Tensor, steps: int, context: int, g: Geometry = G) -> tuple:
@@ -183,6 +190,65 @@ def test_scores_and_selection_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(got, want)
 
 
+def far_slots(count: int, valid: int) -> tuple[Tensor, Tensor]:
+    """Lengths of slots of which only the first and the last one are in use."""
+    past, new = torch.zeros(2, count, dtype=torch.int32)
+    past[0], past[-1] = 60, 180
+    new[0], new[-1] = valid, valid
+    return past, new
+
+
+def test_scores_beyond_32_bit_offsets(tmp_path: Path) -> None:
+    g = replace(G, dtype="float16", cache_dtype="float16")
+    slots, steps, count = 65, 32, 2**20
+    assert min(slots * count * g.index_width, slots * steps * count) > 2**31
+    past, new = far_slots(slots, 3)
+    keys = sparse(tmp_path / "keys", slots, count, g.index_width)
+    query = torch.zeros(slots, 4, steps, g.index_width, dtype=torch.float16)
+    for slot in (0, -1):
+        keys[slot, :50] = torch.randn(50, g.index_width).half()
+        query[slot, :, :3] = torch.randn(4, 3, g.index_width).half()
+    tensors = {"index_query": query, "index_keys": keys, "past": past, "new": new}
+    for name in ("scores", "maxima"):
+        tensors[name] = sparse(tmp_path / name, slots, steps, count, dtype=torch.float32)
+    # Groups of one block: as many maxima as scores.
+    spec = plan.score_blocks(g, steps, Tiles(64, 4, 1), group=1)
+    spec.launch(tensors, {"S": steps, "NB": count, "tiles": count // 64, "batch": slots})
+    ends = torch.tensor([0, slots - 1])
+    want = reference.block_scores(query[ends].float(), keys[ends, :50].float())[:, :3]
+    seen = torch.arange(50) < reference.visible_blocks(
+        positions(past[ends], new[ends], 3), G.ratio
+    ).unsqueeze(-1)
+    for name in ("scores", "maxima"):
+        near(tensors[name][ends, :3, :50][seen], want[seen], 1e-3)
+    assert (tensors["scores"][ends, :3, :50] - want.flip(0))[seen].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_selection_beyond_32_bit_offsets(group: int, tmp_path: Path) -> None:
+    slots, count = 33, 2**26 * max(1, group)
+    assert slots * count // max(1, group) > 2**31
+    past, new = far_slots(slots, 1)
+    scores = sparse(tmp_path / "scores", slots, 1, count, dtype=torch.float32)
+    tensors = {"scores": scores, "past": past, "new": new}
+    visible = reference.visible_blocks(positions(past, new, 1), G.ratio)
+    ends = torch.tensor([0, slots - 1])
+    scores[ends, :, :48] = scored("random", (2, 1, 48))
+    want = reference.select_blocks(scores[ends, :, :48], visible[ends], G.blocks)
+    if group:
+        maxima = sparse(tmp_path / "maxima", slots, 1, count // group, dtype=torch.float32)
+        maxima[ends, :, :12] = maxima_of(scores[ends, :, :48], visible[ends], group)
+        tensors["maxima"] = maxima
+        spec = plan.select_grouped(G, 16, group, 1)
+    else:
+        spec = plan.select_row(G, 64, 1)
+    tensors["ids"] = torch.full((slots, 1, G.blocks), 7, dtype=torch.int32)
+    spec.launch(tensors, {"S": 1, "NB": count, "rows": slots})
+    assert torch.equal(tensors["ids"][ends], want)
+    assert (tensors["ids"][1:-1] == -1).all()
+    assert not torch.equal(want[0], want[1])
+
+
 # -- decode ----------------------------------------------------------------------------------------
 
 # Only tails; the first blocks; the last position where all blocks are kept; the first real choice.
@@ -231,16 +297,11 @@ def test_decode_over_float8_caches(how: str) -> None:
     assert (unscaled - want).abs().max() > 1e-2
 
 
-def test_decode_beyond_32_bit_offsets(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", PLANS)
+def test_decode_beyond_32_bit_offsets(how: str, tmp_path: Path) -> None:
     g = replace(G, heads=2, kv_heads=1, dtype="float16", cache_dtype="float16")
     rows = 2**31 // g.width + 100
-    # Sparse files: only the rows that are touched take memory.
-    keys, values = (
-        torch.from_file(
-            str(tmp_path / name), shared=True, size=2 * rows * g.width, dtype=torch.float16
-        ).view(2, 1, rows, g.width)
-        for name in ("keys", "values")
-    )
+    keys, values = (sparse(tmp_path / name, 2, 1, rows, g.width) for name in ("keys", "values"))
     past, new = ints(3, rows - 2), ints(1, 1)
     last = (rows - 1) // g.ratio
     blocks = torch.full((2, 1, g.blocks), -1, dtype=torch.int32)
@@ -252,9 +313,10 @@ def test_decode_beyond_32_bit_offsets(tmp_path: Path) -> None:
         keys[slot, 0, used] = torch.randn(len(used), g.width).half()
         values[slot, 0, used] = torch.randn(len(used), g.width).half()
     query, gate = torch.randn(2, 2, 1, g.width).half(), torch.randn(2, 1, 2 * g.width).half()
-    got = kernel.attend_decode(g, query, keys, values, blocks, past, new, gate, PLANS["whole"])
+    got = kernel.attend_decode(g, query, keys, values, blocks, past, new, gate, PLANS[how])
     want = reference.attend(query, keys, values, tokens, scale=g.width**-0.5, gate=gate)
     near(got, want, 2e-3)
+    assert (got - want.flip(0)).abs().max() > 1e-2
 
 
 def test_a_cache_of_another_type_is_refused() -> None:
@@ -339,13 +401,7 @@ def test_union_names_each_block_once_with_its_queries() -> None:
 def test_prefill_beyond_32_bit_offsets(tmp_path: Path) -> None:
     g = replace(G, heads=2, kv_heads=1, dtype="float16", cache_dtype="float16")
     rows = 2**31 // g.width + 100
-    # Sparse files: only the rows that are touched take memory.
-    keys, values = (
-        torch.from_file(
-            str(tmp_path / name), shared=True, size=2 * rows * g.width, dtype=torch.float16
-        ).view(2, 1, rows, g.width)
-        for name in ("keys", "values")
-    )
+    keys, values = (sparse(tmp_path / name, 2, 1, rows, g.width) for name in ("keys", "values"))
     # The second slot lies behind the border; it crosses the budget, the first one is past it.
     past, new, steps = ints(60, 30), ints(8, 8), 8
     keys[:, :, :68] = torch.randn(2, 1, 68, g.width).half()
@@ -364,6 +420,39 @@ def test_prefill_beyond_32_bit_offsets(tmp_path: Path) -> None:
         scale=g.width**-0.5, gate=gate,
     )  # fmt: skip
     assert (got[1] - first[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_prefill_of_tokens_beyond_32_bit_offsets(
+    together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = replace(G, heads=2, kv_heads=1, dtype="float16", cache_dtype="float16")
+    rows, steps, tile = 2**31 // g.width + 100, 4, 4
+    keys, values = (sparse(tmp_path / name, 1, 1, rows, g.width) for name in ("keys", "values"))
+    past, new = ints(rows - 8), ints(steps)
+    # The same blocks for all queries, on both sides of the border.
+    chosen_blocks = torch.cat([torch.arange(3, 7), torch.arange(rows // 4 - 9, rows // 4 - 5)])
+    blocks = chosen_blocks.to(torch.int32).expand(1, steps, g.blocks).contiguous()
+    tokens = reference.expand_tokens(blocks, positions(past, new, steps), g.ratio)
+    used = tokens[tokens >= 0].unique().long()
+    keys[0, 0, used] = torch.randn(len(used), g.width).half()
+    values[0, 0, used] = torch.randn(len(used), g.width).half()
+    # The union, whose working space would be 67 MB here. What is taken row by row needs its length.
+    counts = ints(0, 0, g.blocks if together else 99).view(1, 1, 3)
+    entries = torch.zeros(1, 1, 3, tile // 2 * g.blocks, dtype=torch.int32)
+    entries[0, 0, 2, : g.blocks] = (chosen_blocks << tile) | 2**tile - 1
+    monkeypatch.setattr(kernel, "unite", lambda *_: (counts, entries))
+    query, gate = (
+        torch.randn(1, 2, steps, g.width).half(),
+        torch.randn(1, steps, 2 * g.width).half(),
+    )
+    how = PrefillPlan(tile, TILES, TILES, TILES, lines=16)
+    got = kernel.attend_prefill(g, query, keys, values, blocks, past, new, gate, how)
+    want = reference.attend(query, keys, values, tokens, scale=g.width**-0.5, gate=gate)
+    near(got, want, 2e-3)
+    near_ones = torch.where(tokens < 2**31 // g.width, tokens, -1)
+    wrapped = reference.attend(query, keys, values, near_ones, scale=g.width**-0.5, gate=gate)
+    assert (got - wrapped).abs().max() > 1e-2
 
 
 # -- prepare ---------------------------------------------------------------------------------------
@@ -565,7 +654,9 @@ def test_random_layers_with_reused_slots(seed: int, monkeypatch: pytest.MonkeyPa
         scores, maxima = kernel.score(g, made.index_query, caches[2], past, new)
         blocks = kernel.select(g, scores, maxima, past, new)
         call = (g, made.query, *caches[:2], blocks, past, new, gate)
-        decoded = kernel.attend_decode(*call, draw.choice([PLANS["whole"], PLANS["split"]]))
+        plans = [*PLANS.values()][:2]
+        plans.append(replace(PLANS["once"], splits=plan.once_splits(g, TILES.columns)))
+        decoded = kernel.attend_decode(*call, draw.choice(plans))
         how = PrefillPlan(draw.choice([2, 4]), TILES, TILES, TILES, lines=16)
         prefilled = kernel.attend_prefill(*call, how)
         for slot, length in enumerate(lengths):
