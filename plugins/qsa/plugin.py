@@ -104,7 +104,7 @@ def _prepare() -> Operation:
         return {
             "S": steps,
             "C": shapes["key_cache_before"][2],
-            "NB": shapes["index_keys_before"][1],
+            "NB": shapes["index_keys_before"][2],
             "batch": batch,
             "rows": batch * steps,
         }

@@ -117,24 +117,41 @@ def prepare(
         theta: base of the rotary frequencies.
         eps: added to the mean square.
     """
+    return prepare_turned(
+        (q_gate, key, value, index_qk),
+        (q_norm, k_norm, index_q_norm),
+        rotary_tables(positions, rotary_dim, theta),
+        rotary_tables(positions, index_rotary_dim, theta),
+        eps,
+    )
+
+
+def prepare_turned(
+    projections: tuple[Tensor, Tensor, Tensor, Tensor],
+    norms: tuple[Tensor, Tensor, Tensor],
+    angles: tuple[Tensor, Tensor],
+    index_angles: tuple[Tensor, Tensor],
+    eps: float,
+) -> Prepared:
+    """`prepare` with the cosines and sines themselves, each [B, S, rotated channels / 2]."""
+    q_gate, key, value, index_qk = projections
+    q_norm, k_norm, index_q_norm = norms
     batch, tokens, _ = q_gate.shape
     width, index_width = q_norm.shape[0], index_q_norm.shape[0]
+
+    def turned(heads: Tensor, weight: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = (table[:, :, None] for table in angles)
+        return rotate(centered_rms_norm(heads, weight, eps), cos, sin).transpose(1, 2)
+
     heads = q_gate.reshape(batch, tokens, -1, 2 * width)
-    query, gate = heads[..., :width], heads[..., width:].reshape(batch, tokens, -1)
-    cos, sin = (t[:, :, None] for t in rotary_tables(positions, rotary_dim, theta))
-    index_cos, index_sin = (
-        t[:, :, None] for t in rotary_tables(positions, index_rotary_dim, theta)
-    )
     keys = key.reshape(batch, tokens, -1, width)
     index_heads = index_qk[..., :-index_width].reshape(batch, tokens, -1, index_width)
     return Prepared(
-        query=rotate(centered_rms_norm(query, q_norm, eps), cos, sin).transpose(1, 2),
-        gate=gate,
-        key=rotate(centered_rms_norm(keys, k_norm, eps), cos, sin).transpose(1, 2),
+        query=turned(heads[..., :width], q_norm, angles),
+        gate=heads[..., width:].reshape(batch, tokens, -1),
+        key=turned(keys, k_norm, angles),
         value=value.reshape(batch, tokens, -1, width).transpose(1, 2),
-        index_query=rotate(
-            centered_rms_norm(index_heads, index_q_norm, eps), index_cos, index_sin
-        ).transpose(1, 2),
+        index_query=turned(index_heads, index_q_norm, index_angles),
         index_key=index_qk[..., -index_width:],
     )
 
@@ -162,11 +179,20 @@ def pool_index_keys(
     """
     batch, tokens, width = raw.shape
     blocks = tokens // ratio
-    mean = raw[:, : blocks * ratio].reshape(batch, blocks, ratio, width).float().mean(2)
-    normed = centered_rms_norm(mean.to(raw.dtype), weight, eps)
+    members = raw[:, : blocks * ratio].reshape(batch, blocks, ratio, width)
     starts = (torch.arange(blocks, device=raw.device) + first_block) * ratio
-    cos, sin = rotary_tables(starts, rotary_dim, theta)
-    return rotate(normed, cos, sin)
+    return pool_blocks(members, weight, rotary_tables(starts, rotary_dim, theta), eps)
+
+
+def pool_blocks(
+    members: Tensor, weight: Tensor, angles: tuple[Tensor, Tensor], eps: float
+) -> Tensor:
+    """Keys [..., Di] of blocks of raw keys [..., R, Di].
+
+    angles: cosines and sines at each block's first position, [..., rotated channels / 2].
+    """
+    mean = members.float().mean(-2)
+    return rotate(centered_rms_norm(mean.to(members.dtype), weight, eps), *angles)
 
 
 def block_scores(index_query: Tensor, block_keys: Tensor) -> Tensor:

@@ -34,6 +34,85 @@ def _visible(t: Tensors, steps: int, ratio: int) -> Tensor:
     return reference.visible_blocks(_positions(t, steps), ratio)
 
 
+def _angles(places: Tensor, frequencies: Tensor, a: Attributes) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., P] of positions [..., axes] turned by P frequencies.
+
+    Of three axes, frequency i turns by the height position when i % 3 == 1 and
+    i < 3 * section_h, by the width position when i % 3 == 2 and i < 3 * section_w, else by the
+    temporal one.
+    """
+    pair = torch.arange(frequencies.shape[0], device=frequencies.device)
+    axis = torch.zeros_like(pair)
+    if a["axes"] == 3:
+        axis[(pair % 3 == 1) & (pair < 3 * a["section_h"])] = 1
+        axis[(pair % 3 == 2) & (pair < 3 * a["section_w"])] = 2
+    angles = places[..., axis].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _stored(x: Tensor, cache: Tensor, scale: float, a: Attributes) -> Tensor:
+    """Values as the cache holds them, in its type; float8 saturates."""
+    if a["layer_cache_dtype"] == "float8_e4m3fn":
+        most = torch.finfo(torch.float8_e4m3fn).max
+        x = (x.float() * (1.0 / scale)).clamp(-most, most)
+    return x.to(cache.dtype)
+
+
+def prepare(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """Queries of the new tokens, zero for padding; caches are written in place.
+
+    Where positions have one axis, the kept ones are zeros.
+    """
+    batch, steps, _ = t["q_gate"].shape
+    ratio, eps, device = a["layer_ratio"], a["eps"], t["q_gate"].device
+    kept = ratio - 1
+    step = torch.arange(steps, device=device)
+    real = step < t["new"][:, None]
+    rank = t["past"][:, None] + step
+    # Places of the state's tokens and of this call's, [B, R - 1 + S, axes].
+    if a["axes"] == 3:
+        places = torch.cat([t["position_state"], t["positions"].permute(1, 2, 0)], 1)
+    else:
+        places = (t["past"][:, None] + torch.arange(-kept, steps, device=device))[..., None]
+    own = places[:, kept:]
+    ready = reference.prepare_turned(
+        (t["q_gate"], t["key"], t["value"], t["index_qk"]),
+        (t["q_weight"], t["k_weight"], t["index_q_weight"]),
+        _angles(own, t["frequencies"], a),
+        _angles(own, t["index_frequencies"], a),
+        eps,
+    )
+    slot, token = real.nonzero(as_tuple=True)
+    for name, new, scale in (
+        ("key_cache_before", ready.key, a["layer_k_scale"]),
+        ("value_cache_before", ready.value, a["layer_v_scale"]),
+    ):
+        cache = t[name]
+        cache[slot, :, rank[slot, token]] = _stored(new[slot, :, token], cache, scale, a)
+
+    rows = torch.cat([t["index_state"], ready.index_key], 1)
+    slot, token = (real & (rank % ratio == kept)).nonzero(as_tuple=True)
+    # A token's block begins `kept` rows before it, which is the token's own index in `rows`.
+    members = rows[slot[:, None], token[:, None] + torch.arange(ratio, device=device)]
+    angles = _angles(places[slot, token], t["index_frequencies"], a)
+    pooled = reference.pool_blocks(members, t["index_k_weight"], angles, eps)
+    t["index_keys_before"][slot, 0, rank[slot, token] // ratio] = pooled
+
+    every = torch.arange(batch, device=device)[:, None]
+    last = t["new"][:, None] + torch.arange(kept, device=device)
+    shown = real[:, None, :, None]
+    return {
+        "query": ready.query.masked_fill(~shown, 0.0),
+        "index_query": ready.index_query.masked_fill(~shown, 0.0),
+        "next_index_state": rows[every, last],
+        "next_position_state": (
+            places[every, last]
+            if a["axes"] == 3
+            else torch.zeros(batch, kept, 1, dtype=torch.int32, device=device)
+        ),
+    }
+
+
 def score(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     """Scores of every block, also of those that a query does not see."""
     return {"scores": _padded(reference.block_scores(t["index_query"], t["index_keys"]), 4)}
@@ -221,6 +300,7 @@ def attend_hopper(t: Tensors, a: Attributes) -> dict[str, Tensor]:
 
 
 DEFINITIONS: dict[str, Callable[[Tensors, Attributes], dict[str, Tensor]]] = {
+    "prepare": prepare,
     "score": score,
     "select": select,
     "score_groups": score_groups,

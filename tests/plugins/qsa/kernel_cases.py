@@ -528,6 +528,82 @@ def test_prepare_leaves_a_padding_slot_alone() -> None:
     assert (got.query[1] == 0).all()
 
 
+@pytest.mark.parametrize("reset", [True, False])
+def test_prepare_in_a_used_slot_is_prepare_in_a_fresh_one(reset: bool) -> None:
+    """Caches and state still hold another sequence, of which no value may come through."""
+    weights, frequencies = layer(1, 1)[1:]
+    old, own = layer(1, 9)[0], layer(1, 9)[0]
+    made = []
+    for used in (True, False):
+        caches, state = empty_caches(1, 20), torch.zeros(1, 3, G.index_width)
+        begin = 0
+        for draws in (old, own) if used else (own,):
+            queries = []
+            for start, stop in ((0, 2), (2, 9)):
+                part = tuple(d[:, start:stop].contiguous() for d in draws)
+                got = kernel.prepare(
+                    G, Rotary(16, 16), EPS, part, weights, frequencies, caches, state,
+                    ints(begin + start), ints(stop - start),
+                )  # fmt: skip
+                state = got.index_state
+                queries.append((got.query, got.index_query))
+            # Negative control: one that goes on where the other sequence ended.
+            begin = 0 if reset else 9
+        parts = [torch.cat(both, 2) for both in zip(*queries, strict=True)]
+        made.append([*parts, state, *(c[..., :9, :] for c in caches[:2]), caches[2][:, :2]])
+    same = [torch.equal(a, b) for a, b in zip(*made, strict=True)]
+    # Raw keys of the state are neither normed nor rotated.
+    assert same == ([True] * 6 if reset else [False, False, True, False, False, False])
+
+
+def test_prepare_beyond_32_bit_offsets(tmp_path: Path) -> None:
+    """The first slot is that long itself, the second one lies behind it."""
+    g = replace(G, kv_heads=1, index_width=128, dtype="float16", cache_dtype="float16")
+    rows = 2**31 // g.width + 128
+    blocks = rows // g.ratio
+    # Sparse files: only the rows that are touched take memory.
+    keys, values, index_keys = (
+        torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=torch.float16)
+        for name, size in (
+            ("keys", 2 * rows * g.width),
+            ("values", 2 * rows * g.width),
+            ("index_keys", 2 * blocks * g.index_width),
+        )
+    )
+    caches = (
+        keys.view(2, 1, rows, g.width),
+        values.view(2, 1, rows, g.width),
+        index_keys.view(2, blocks, g.index_width),
+    )
+    past = ints(rows - 8, 4)
+    draws = tuple(
+        torch.randn(2, 4, n).half()
+        for n in (g.heads * 2 * g.width, g.width, g.width, (g.index_heads + 1) * g.index_width)
+    )
+    weights: Any = tuple((torch.randn(n) * 0.2).half() for n in (32, 32, 128, 128))
+    frequencies = layer(1, 1)[2]
+    kernel.prepare(
+        g, Rotary(16, 16), EPS, draws, weights, frequencies, caches,
+        torch.zeros(2, 3, g.index_width).half(), past, ints(4, 4),
+    )  # fmt: skip
+    rank = positions(past, ints(4, 4), 4)
+    want = reference.prepare(
+        *draws, q_norm=weights[0], k_norm=weights[1], index_q_norm=weights[2], positions=rank,
+        rotary_dim=16, index_rotary_dim=16, theta=THETA, eps=EPS,
+    )  # fmt: skip
+    for slot in range(2):
+        pooled = reference.pool_index_keys(
+            want.index_key[slot : slot + 1], weights[3], ratio=4, rotary_dim=16, theta=THETA,
+            eps=EPS, first_block=int(past[slot]) // 4,
+        )  # fmt: skip
+        near(caches[0][slot, :, rank[slot]], want.key[slot], 2e-2)
+        near(caches[1][slot, :, rank[slot]], want.value[slot], 0.0)
+        near(caches[2][slot, rank[slot, :1] // 4], pooled[0], 2e-2)
+    assert (caches[1][0, :, rank[0]] - want.value[1]).abs().max() > 1e-1
+    # What a wrapped offset would have hit.
+    assert (keys[: 4 * g.width] == 0).all() and (index_keys[: 4 * g.index_width] == 0).all()
+
+
 def test_prepare_with_three_axes_and_positions_across_calls() -> None:
     tokens, rotary = 8, Rotary(16, 16, axes=3, sections=(3, 3, 2))
     draws, weights, frequencies = layer(1, tokens)

@@ -120,7 +120,7 @@ def test_prepare_updates_its_caches_in_place(trtp: Any) -> None:
     shapes = {
         "q_gate": (b, s, 12288),
         "key_cache_before": (b, 2, 4096, 256),
-        "index_keys_before": (b, 1024, 128),
+        "index_keys_before": (b, 1, 1024, 128),
     }
     outputs, (_, _, launch, scalars) = run(trtp, "qsa::prepare", shapes)
     names = [a.name for a in BY_ID["qsa::prepare"].arguments().outputs]
