@@ -275,6 +275,7 @@ class IdAnswer(Answer):
 
     def _piece(self, sequence: SequenceState) -> dict[str, Array]:
         state: dict[str, Any] = {
+            "answer": self.key,
             "key": f"{self.key}:{sequence.row}:{sequence.index}",
             "number": sequence.sent,
         }

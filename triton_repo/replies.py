@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from plugins.support.errors import ToolchainError
 from triton_repo.frontend.problems import one_line
@@ -18,10 +18,11 @@ from triton_repo.generation.service import error_kind
 from triton_repo.tensor_io import Array
 
 LOG = logging.getLogger(__name__)
-CANCEL_POLL_S = 0.1
+CANCEL_POLL_S = 0.2
 
 Tensors = Mapping[str, Array]
 _Item = tuple["Reply", Tensors | None, tuple[str, str] | None, bool]
+_Signal = Literal["wake", "close"]
 
 
 class Reply:
@@ -50,7 +51,7 @@ class ReplyLoop:
 
     def __init__(self, pb_utils: Any) -> None:
         self._pb = pb_utils
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | _Signal] = queue.SimpleQueue()
         self._open: set[Reply] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
@@ -60,7 +61,12 @@ class ReplyLoop:
         """Start answering a request."""
         reply = Reply(self, request.get_response_sender(), on_cancel)
         with self._lock:
+            first = not self._open
             self._open.add(reply)
+        if first:
+            # Without open requests the thread waits until something is queued, and an answer that
+            # is not streamed queues nothing before its end.
+            self._queue.put("wake")
         return reply
 
     @property
@@ -81,7 +87,7 @@ class ReplyLoop:
 
     def close(self) -> None:
         """Send what is queued and end the thread."""
-        self._queue.put(None)
+        self._queue.put("close")
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
@@ -92,12 +98,13 @@ class ReplyLoop:
             except queue.Empty:
                 pass
             else:
-                if item is None:
+                if item == "close":
                     return
-                try:
-                    self._send(*item)
-                except Exception:
-                    LOG.exception("a response could not be sent")
+                if item != "wake":
+                    try:
+                        self._send(*item)
+                    except Exception:
+                        LOG.exception("a response could not be sent")
             if time.monotonic() >= next_poll:
                 next_poll = time.monotonic() + CANCEL_POLL_S
                 self._poll()

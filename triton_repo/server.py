@@ -237,19 +237,23 @@ class TritonServer:
         leaves without unloading.
         """
         deadline = time.monotonic() + UNLOAD_TIMEOUT_S
-        headers = {f"triton-grpc-protocol-{_KEY_HEADER}": self._key, _KEY_HEADER: self._key}
-        api = f"{self.http_url}/v2/repository"
-        failures = (requests.RequestException, ValueError, KeyError)
-        with contextlib.suppress(*failures), requests.Session() as session:
-            session.headers.update(headers)
+        api = "/v2/repository"
+        with contextlib.suppress(requests.RequestException, ValueError, KeyError):
             while time.monotonic() < deadline:
-                index = session.post(f"{api}/index", json={}, timeout=2.0).json()
+                index = self._ask("POST", f"{api}/index", timeout_s=2.0).json()
                 states = {m["name"]: m.get("state") for m in index}
                 if not set(states.values()) - {None, "UNAVAILABLE"}:
                     return
                 for name in [n for n, state in states.items() if state == "READY"]:
-                    session.post(f"{api}/models/{name}/unload", json={}, timeout=5.0)
+                    self._ask("POST", f"{api}/models/{name}/unload", timeout_s=5.0)
                 time.sleep(READY_POLL_S)
+
+    def _ask(self, method: str, path: str, timeout_s: float) -> requests.Response:
+        # At its end the server waits for every connection that somebody keeps.
+        headers = {"Connection": "close", _KEY_HEADER: self._key}
+        body: dict[str, Any] | None = {} if method == "POST" else None
+        url = f"{self.http_url}{path}"
+        return requests.request(method, url, json=body, headers=headers, timeout=timeout_s)
 
     def _shm_prefix(self) -> str:
         # Several servers may share /dev/shm, each with regions of its own.
@@ -257,15 +261,13 @@ class TritonServer:
         return f"{self._work.name}_"
 
     def _wait_ready(self, deadline: float, timeout_s: float) -> None:
-        with requests.Session() as session:
-            while time.monotonic() < deadline:
-                if not self.alive():
-                    raise self._start_failure()
-                with contextlib.suppress(requests.RequestException):
-                    answer = session.get(f"{self.http_url}/v2/health/ready", timeout=2.0)
-                    if answer.status_code == 200:
-                        return
-                time.sleep(READY_POLL_S)
+        while time.monotonic() < deadline:
+            if not self.alive():
+                raise self._start_failure()
+            with contextlib.suppress(requests.RequestException):
+                if self._ask("GET", "/v2/health/ready", timeout_s=2.0).status_code == 200:
+                    return
+            time.sleep(READY_POLL_S)
         raise InputError(
             f"the server was not ready after {timeout_s:.0f} s",
             where=str(self.repository),

@@ -87,20 +87,37 @@ def test_64_http_streams_at_once(echo_server: TritonServer) -> None:
     assert [seen[i] for i in range(CLIENTS)] == texts
 
 
-def test_a_cancelled_grpc_stream_ends_generation(echo_server: TritonServer) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_a_cancelled_grpc_stream_ends_generation(echo_server: TritonServer, model: str) -> None:
     before = metric(echo_server, "requests_cancelled")
-    with grpc_stream(echo_server, LONG, cancel=True) as stream:
+    with grpc_stream(echo_server, LONG, model, cancel=True) as stream:
         stream.next()
     assert wait_for(
         lambda: metric(echo_server, "requests_cancelled") == before + 1, CANCEL_WITHIN_S
     )
 
 
-def test_a_closed_http_stream_ends_generation(echo_server: TritonServer) -> None:
+def test_a_cancelled_answer_that_is_not_streamed_ends_generation(
+    echo_server: TritonServer,
+) -> None:
+    before = metric(echo_server, "requests_cancelled")
+    with grpc_stream(echo_server, LONG | {"stream": False}, cancel=True):
+        assert wait_for(lambda: metric(echo_server, "requests_active") == 1, 5)
+    assert wait_for(
+        lambda: metric(echo_server, "requests_cancelled") == before + 1, CANCEL_WITHIN_S
+    )
+
+
+@pytest.mark.parametrize("model", [*MODELS, "tensorrt_llm"])
+def test_a_closed_http_stream_ends_generation(echo_server: TritonServer, model: str) -> None:
+    body = LONG
+    if model == "tensorrt_llm":
+        body = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2000}
+        body |= {"streaming": True} | {k: LONG[k] for k in ("echo_output_ids", "echo_delay_ms")}
     before = metric(echo_server, "requests_cancelled")
     connection = http.client.HTTPConnection("127.0.0.1", echo_server.ports.http)
-    path = "/v2/models/tensorrt_llm_bls/generate_stream"
-    connection.request("POST", path, json.dumps(LONG))
+    path = f"/v2/models/{model}/generate_stream"
+    connection.request("POST", path, json.dumps(body))
     answer = connection.getresponse()
     assert answer.readline().startswith(b"data: ")
     assert connection.sock is None or connection.sock.close() is None
@@ -148,6 +165,10 @@ def test_shutdown_with_requests_in_flight(echo_repository: Path, model: str) -> 
     assert server._work is not None
     name = server._work.name
     ends: list[Any] = []
+    # A request that was cancelled before is none that the server waits for.
+    with grpc_stream(server, LONG, model, cancel=True) as cancelled:
+        cancelled.next()
+    assert wait_for(lambda: metric(server, "requests_cancelled") == 1, 5)
 
     def client() -> None:
         with grpc_stream(server, LONG, model) as stream:

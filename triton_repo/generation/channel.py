@@ -1,10 +1,11 @@
-"""A local stream between the BLS model and the generation model.
+"""A local stream from the models beside it to the generation model.
 
 Triton's own way for a Python model to call another one cannot cancel the call, needs one thread per
 request, and corrupts the server's memory when many decoupled calls run at once. The two processes
 therefore talk over a Unix socket in a directory that only the server's user can reach. Messages
 are JSON, one per line: {"op": "submit", "key", "id", "call", "audio", "live"},
-{"op": "audio", "key", "audio", "last"}, {"op": "cancel", "key"}, {"op": "stop", "id"} one way,
+{"op": "audio", "key", "audio", "last"}, {"op": "cancel", "key"}, {"op": "stop", "id"},
+{"op": "lost", "answer"} one way,
 events with their key the other way. "audio" is a shape; the float32 values follow the line.
 """
 
@@ -143,6 +144,8 @@ class ChannelServer:
                     self._service.cancel(numbers.get(key, 0))
                 elif message["op"] == "stop":
                     self._service.cancel_request(message["id"])
+                elif message["op"] == "lost":
+                    self._service.cancel_answer(message["answer"])
         for number in list(numbers.values()):
             self._service.cancel(number)
 
@@ -190,6 +193,11 @@ class ChannelClient:
     def stop(self, request_id: str) -> None:
         """End every sequence of a client's request id, whichever way it came."""
         self._send({"op": "stop", "id": request_id})
+
+    def lost(self, answer: str) -> None:
+        """End the generation of an answer of `tensorrt_llm` itself: its client is gone."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connect().sendall(_encoded({"op": "lost", "answer": answer}, None))
 
     def close(self) -> None:
         """Close the connection; running sequences are cancelled at the other end."""

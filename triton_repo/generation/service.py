@@ -28,6 +28,7 @@ LOG = logging.getLogger(__name__)
 @dataclass
 class _Running:
     request_id: str
+    answer: str
     deliver: Deliver
     cancel: Callable[[], None] | None = None
     text: OutputText | None = None
@@ -56,13 +57,15 @@ class GenerationService:
         self._idle = threading.Condition(self._lock)
         self._draining = False
 
-    def submit(self, call: GenerationCall, deliver: Deliver, request_id: str = "") -> int:
-        """Start one sequence; returns its number.
+    def submit(
+        self, call: GenerationCall, deliver: Deliver, request_id: str = "", answer: str = ""
+    ) -> int:
+        """Start one sequence; returns its number. `answer` names the answer that it is part of.
 
         All outcomes come through `deliver`, a refusal too. Exactly one event is the last.
         """
         number = next(self._numbers)
-        running = _Running(request_id, deliver, started=time.monotonic())
+        running = _Running(request_id, answer, deliver, started=time.monotonic())
         with self._lock:
             if self._draining:
                 refused = GenerationEvent(error=("unavailable", "the server is shutting down"))
@@ -110,8 +113,15 @@ class GenerationService:
         """
         if not request_id:
             return 0
+        return self._cancel_all(lambda running: running.request_id == request_id)
+
+    def cancel_answer(self, answer: str) -> int:
+        """End every sequence of an answer that nobody takes any more; returns how many."""
+        return self._cancel_all(lambda running: running.answer == answer)
+
+    def _cancel_all(self, chosen: Callable[[_Running], bool]) -> int:
         with self._lock:
-            numbers = [n for n, r in self._running.items() if r.request_id == request_id]
+            numbers = [n for n, r in self._running.items() if chosen(r)]
         for number in numbers:
             self.cancel(number)
         return len(numbers)

@@ -12,6 +12,7 @@ from triton_repo.answers import id_tensor
 from triton_repo.frontend.detokenize import decode_all
 from triton_repo.frontend.output import OutputText, TextOptions
 from triton_repo.frontend.problems import problem
+from triton_repo.generation.channel import ChannelClient, socket_path
 from triton_repo.models.base import (
     hide_from_collector,
     limit_threads,
@@ -20,7 +21,7 @@ from triton_repo.models.base import (
     tensors_of,
 )
 from triton_repo.parameters import CommonParameters, model_parameters, open_tokenizer
-from triton_repo.replies import describe, triton_error
+from triton_repo.replies import CANCEL_POLL_S, describe, triton_error
 from triton_repo.tensor_io import Array, batch_of, response_tensor
 
 # A stream whose end never came is forgotten after this long.
@@ -48,7 +49,7 @@ class _Stream:
     def __init__(self, text: OutputText) -> None:
         self.text = text
         self.number = 0
-        self.used = time.monotonic()
+        self.used = self.looked = time.monotonic()
 
 
 class Postprocessing:
@@ -64,6 +65,7 @@ class Postprocessing:
             parameters, directory, _ = model_parameters(CommonParameters, args)
             limit_threads(parameters.threads)
             self._tokenizer = open_tokenizer(parameters, directory)
+            self._channel = ChannelClient(socket_path(parameters.repository_id))
         except Exception as error:
             refuse_to_start(pb_utils, error)
         self._streams: OrderedDict[str, _Stream] = OrderedDict()
@@ -74,8 +76,11 @@ class Postprocessing:
         pb = self._pb
         responses = []
         for request in requests:
+            inputs = tensors_of(request)
+            states = [json.loads(bytes(state)) for state in inputs["STREAM_STATE"].reshape(-1)]
             try:
-                outputs = self.text_tensors(tensors_of(request))
+                outputs = self.text_tensors(inputs, states)
+                self._look_for_clients(request, states)
                 tensors = [pb.Tensor(TENSOR_NAMES[n], a) for n, a in outputs.items()]
                 responses.append(pb.InferenceResponse(tensors))
             except Exception as error:
@@ -85,14 +90,33 @@ class Postprocessing:
     def close(self) -> None:
         """Forget all streams."""
         self._streams.clear()
+        self._channel.close()
 
-    def text_tensors(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Text outputs by public name for the inputs of one request."""
+    def _look_for_clients(self, request: Any, states: Sequence[Mapping[str, Any]]) -> None:
+        """End the generation of streams whose client is gone.
+
+        An ensemble does not cancel a step that runs, but marks the requests that follow: those of
+        this model. Looking is a call into the server, so not every piece of text does it.
+        """
+        now = time.monotonic()
+        streams = [self._streams.get(state.get("key", "")) for state in states]
+        due = [s for s in streams if s is not None and now - s.looked >= CANCEL_POLL_S]
+        if not due:
+            return
+        for stream in due:
+            stream.looked = now
+        if request.is_cancelled():
+            for answer in {state["answer"] for state in states if "answer" in state}:
+                self._channel.lost(answer)
+
+    def text_tensors(
+        self, inputs: Mapping[str, Array], states: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Array]:
+        """Text outputs by public name for the inputs of one request, and the state of each row."""
         tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
         reasons = inputs.get("FINISH_REASON")
         done: list[list[_Part]] = []
-        for row in range(tokens.shape[0]):
-            state = json.loads(bytes(inputs["STREAM_STATE"].reshape(-1)[row]))
+        for row, state in enumerate(states):
             finished = [bytes(r).decode() for r in reasons[row]] if reasons is not None else None
             sequences = [
                 tokens[row, s, : int(lengths[row, s])].tolist() for s in range(lengths.shape[1])

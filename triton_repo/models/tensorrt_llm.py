@@ -108,7 +108,7 @@ class TensorrtLlm:
             return
         for sequence in answer.sequences:
             number = self._service.submit(
-                sequence.call, partial(answer.on_event, sequence), request_id
+                sequence.call, partial(answer.on_event, sequence), request_id, answer.key
             )
             sequence.cancel = partial(self._service.cancel, number)
         if reply.cancel_seen:
