@@ -15,7 +15,6 @@ from converters.dots3.config import Dots3CheckpointConfig, Mla
 from converters.layers.embedding import replicated_embed
 from converters.layers.linear import linear, swiglu
 from converters.layers.moe import Experts, run_experts, sigmoid_router
-from converters.layers.rope import RotaryTable
 from converters.layers.stored import stored_matrix
 from converters.layers.text_engine import TextEngine
 from plugins.dsa import layer as dsa
@@ -24,6 +23,7 @@ from plugins.dsa.geometry import Geometry
 from plugins.mtp import layer as mtp
 from plugins.trt.network import Network
 from plugins.trt.norms import rms_norm
+from plugins.trt.rope import RotaryTable
 from plugins.trt.types import Tensor
 
 # LayerNorm of the index keys, whatever the model's own epsilon.

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from converters.checkpoint.config import CheckpointConfig
 from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
-from converters.layers.conv import last_rows
 from converters.layers.inputs import Inputs
 from plugins.support.errors import InputError
 from plugins.trt.network import Dim, Network
+from plugins.trt.rows import last_rows
 from plugins.trt.types import Tensor
 
 
@@ -138,9 +138,18 @@ class TextEngine:
         `rows` is the cache's length, by default one row per token.
         """
         _, heads, _, width = self.net.shape(update)
-        length = self.limits.cache_rows if rows is None else rows
-        cache = self.input(name, "cache", self.dtype, (heads, length, width))
+        cache = self.cache_input(name, heads, width, rows)
         return self.net.kv_cache_update(cache, update, row)
+
+    def cache_input(
+        self, name: str, heads: int, width: int, rows: int | None = None, dtype: str | None = None
+    ) -> Tensor:
+        """A cache [B, heads, rows, width] that an operation of the network will update.
+
+        `rows` as for `cache`; `dtype` is the checkpoint's type by default.
+        """
+        length = self.limits.cache_rows if rows is None else rows
+        return self.input(name, "cache", dtype or self.dtype, (heads, length, width))
 
     def window(self, name: str, rows: Tensor, window: int) -> Tensor:
         """The rows that this call's queries see in a sliding window, [B, W - 1 + S, D].

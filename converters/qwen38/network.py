@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 
 from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, Phase
-from converters.layers.conv import causal_conv, last_rows
+from converters.layers.conv import causal_conv
 from converters.layers.delta_rule import delta_rule_chunks, delta_rule_steps
 from converters.layers.linear import linear, stored_weight, swiglu
 from converters.layers.moe import Experts, run_experts, softmax_router
 from converters.layers.norm import l2_normalize
-from converters.layers.rope import RotaryTable
 from converters.layers.text_engine import TextEngine
 from converters.qwen38.config import Qwen38CheckpointConfig
 from plugins.qsa import layer as qsa
 from plugins.qsa.geometry import Geometry
+from plugins.qsa.site import Calls, Memory, Norms, Projections, Site
 from plugins.support.errors import InputError
 from plugins.trt.network import Network
 from plugins.trt.norms import rms_norm
@@ -67,14 +67,27 @@ class _TextNetwork:
         least_span = -(-blocks * self.ratio // TOKEN_BLOCK) * TOKEN_BLOCK
         self.engine = TextEngine(net, config, phase, limits, least_span=least_span)
         self.batch, self.count = self.engine.batch, self.engine.count
-        self.first_block = net.floor_div(self.engine.past, self.ratio)
-        self.block_row = net.select(
-            self.engine.active, self.first_block, limits.visible_rows // self.ratio
+        slots, steps = self.engine.largest_call
+        calls = Calls(
+            net=net,
+            context=self.engine.context,
+            past=self.engine.past,
+            new=self.engine.new,
+            positions=self.engine.positions,
+            queries=self.engine.queries,
+            active=self.engine.active,
+            token_row=self.engine.token_row,
+            span=self.engine.span,
+            rows=limits.visible_rows,
+            cache_rows=limits.cache_rows,
+            slots=slots,
+            steps=steps,
+            ratio=self.ratio,
+            rotary_dim=config.rotary_embedding_dim,
+            theta=config.rotary_base,
+            eps=self.eps,
+            dtype=self.dtype,
         )
-        self.rope = RotaryTable(
-            net, limits.cache_rows, config.rotary_embedding_dim, config.rotary_base, self.dtype
-        )
-        self.angles = self.rope.at(self.engine.positions)
         geometry = Geometry(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
@@ -86,19 +99,7 @@ class _TextNetwork:
             dtype=self.dtype,
             cache_dtype=self.dtype,
         )
-        slots, steps = self.engine.largest_call
-        self.site = qsa.Site(
-            net=net,
-            geometry=geometry,
-            context=self.engine.context,
-            past=self.engine.past,
-            new=self.engine.new,
-            positions=self.engine.queries,
-            span=self.engine.span,
-            rows=limits.visible_rows,
-            slots=slots,
-            steps=steps,
-        )
+        self.site = Site(calls, geometry)
 
     def _weight(self, name: str, shape: Dims) -> Tensor:
         return self.net.weight(f"{name}.weight", self.dtype, shape)
@@ -241,69 +242,40 @@ class _TextNetwork:
     # -- QSA -----------------------------------------------------------------------------------
 
     def _sparse_attention(self, layer: int, name: str, x: Tensor) -> Tensor:
-        net, config, width = self.net, self.config, self.config.head_size
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-
-        q_gate = linear(net, x, f"{name}.q", heads * 2 * width)
-        both = self._heads(q_gate, heads, 2 * width)
-        query = self._rotated(net.narrow(both, -1, 0, width), f"{name}.q_layernorm")
-        key = self._heads(linear(net, x, f"{name}.k", kv_heads * width), kv_heads, width)
-        key = self._rotated(key, f"{name}.k_layernorm")
-        value = self._heads(linear(net, x, f"{name}.v", kv_heads * width), kv_heads, width)
-        value = net.transpose(value, (0, 2, 1, 3))
-        keys = self.engine.cache(f"key_cache.{layer}", key, self.engine.token_row)
-        values = self.engine.cache(f"value_cache.{layer}", value, self.engine.token_row)
-
+        net, site = self.net, self.site
+        g = site.geometry
+        index = f"{name}.indexer"
+        projections = Projections(
+            q_gate=linear(net, x, f"{name}.q", g.heads * 2 * g.width),
+            key=linear(net, x, f"{name}.k", g.kv_heads * g.width),
+            value=linear(net, x, f"{name}.v", g.kv_heads * g.width),
+            index_qk=linear(net, x, f"{index}.qk", (g.index_heads + 1) * g.index_width),
+        )
+        norms = Norms(
+            query=self._weight(f"{name}.q_layernorm", (g.width,)),
+            key=self._weight(f"{name}.k_layernorm", (g.width,)),
+            index_query=self._weight(f"{index}.q_layernorm", (g.index_width,)),
+            index_key=self._weight(f"{index}.k_layernorm", (g.index_width,)),
+        )
+        state = f"index_key_state.{layer}"
+        blocks = self.limits.cache_rows // g.ratio
+        memory = Memory(
+            keys=self.engine.cache_input(f"key_cache.{layer}", g.kv_heads, g.width),
+            values=self.engine.cache_input(f"value_cache.{layer}", g.kv_heads, g.width),
+            block_keys=self.engine.cache_input(
+                f"index_key_cache.{layer}", 1, g.index_width, blocks
+            ),
+            state=self.engine.state(state, self.dtype, (g.ratio - 1, g.index_width)),
+        )
+        ready = qsa.prepare(site, projections, norms, memory)
+        self.engine.next_state(state, ready.memory.state)
         with net.scope("indexer"):
-            index_query, block_keys = self._indexer(layer, f"{name}.indexer", x)
-            chosen = qsa.select(self.site, index_query, block_keys)
+            chosen = qsa.select(site, ready.index_query, ready.memory.block_keys)
             net.tap(chosen, f"layers.{layer}.selected_blocks")
-        mixed = qsa.attend(self.site, query, keys, values, chosen, q_gate)
+        mixed = qsa.attend(
+            site, ready.query, ready.memory.keys, ready.memory.values, chosen, projections.q_gate
+        )
         return linear(net, mixed, f"{name}.dense", self.hidden)
-
-    def _rotated(self, x: Tensor, norm: str) -> Tensor:
-        """Centred norm per head, heads before tokens, rotation: [B, S, N, D] to [B, N, S, D]."""
-        net = self.net
-        weight = self._weight(norm, (net.shape(x)[3],))
-        normed = rms_norm(net, x, weight, self.eps, centered=True)
-        return self.rope.rotate(net.transpose(normed, (0, 2, 1, 3)), self.angles)
-
-    def _indexer(self, layer: int, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Index queries [B, Hi, S, Di] and the block keys of the whole cache, [B, 1, NB, Di].
-
-        The state holds the raw keys of an unfinished block; blocks that this call finishes enter
-        the cache. A block of which a part is padding is written too, but no query sees it before
-        it is written again.
-        """
-        net, ratio = self.net, self.ratio
-        heads, width = self.family.indexer_n_heads, self.family.indexer_head_dim
-        both = linear(net, x, f"{name}.qk", (heads + 1) * width)
-        query = self._heads(net.narrow(both, -1, 0, heads * width), heads, width)
-        query = self._rotated(query, f"{name}.q_layernorm")
-
-        state_name = f"index_key_state.{layer}"
-        state = self.engine.state(state_name, self.dtype, (ratio - 1, width))
-        rows = net.concat([state, net.narrow(both, -1, heads * width, width)], axis=1)
-        self.engine.next_state(state_name, last_rows(net, rows, self.engine.new, ratio - 1))
-
-        blocks = net.dim_floor_div(net.dim_add(self.count, ratio - 1), ratio)
-        offset = net.sub(self.engine.past, net.mul(self.first_block, ratio))
-        first = net.unsqueeze(net.sub(ratio - 1, offset), [1])
-        taken = net.add(first, net.unsqueeze(net.iota(net.dim_mul(blocks, ratio)), [0]))
-        if isinstance(self.count, int):
-            # A few tokens may finish no block; what is read instead is never seen.
-            taken = net.minimum(taken, self.count + ratio - 2)
-        raw = net.gather(rows, taken, axis=1, elementwise_dims=1)
-        raw = net.reshape(raw, [self.batch, blocks, ratio, width])
-        pooled = net.reduce_mean(net.cast(raw, "float32"), axes=[2], keepdims=False)
-        weight = self._weight(f"{name}.k_layernorm", (width,))
-        pooled = rms_norm(net, net.cast(pooled, self.dtype), weight, self.eps, centered=True)
-        block = net.add(net.unsqueeze(self.first_block, [1]), net.unsqueeze(net.iota(blocks), [0]))
-        angles = self.rope.at(net.mul(block, ratio))
-        pooled = self.rope.rotate(net.unsqueeze(pooled, [1]), angles)
-        rows_kept = self.limits.cache_rows // ratio
-        cache_name = f"index_key_cache.{layer}"
-        return query, self.engine.cache(cache_name, pooled, self.block_row, rows_kept)
 
     # -- PLE -----------------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ import torch
 from converters.definition import Definition, Dims, EngineLimits, Phase
 from converters.layers.inputs import Inputs
 from converters.layers.linear import linear, swiglu
-from converters.layers.rope import RotaryTable
 from converters.layers.text_engine import TextEngine
 from converters.voxtral.config import VoxtralCheckpointConfig
 from plugins.trt.network import Network
 from plugins.trt.norms import rms_norm
+from plugins.trt.rope import RotaryTable
 from plugins.trt.types import Tensor
 
 # Encoder frames per mel frame, and the kernel of both convolutions.

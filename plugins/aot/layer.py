@@ -43,7 +43,8 @@ def add(
         attributes: all of its attributes by name, of exactly the declared types.
 
     Returns:
-        The outputs by name. One that aliases an input is that memory, written in place.
+        The outputs by name. One that aliases an input is that memory, written in place; where
+        that is a network input X, it is the network output `X.updated`.
 
     Raises:
         CapabilityError: no plugins, or not exactly one target.
@@ -64,11 +65,14 @@ def add(
     shapes = {name: net.shape(tensor) for name, tensor in tensors.items()}
     # Sizes of dynamic dimensions mean nothing here; TensorRT infers them by the same function.
     ranks = {n: len(sizes) for n, sizes in operation.outputs(shapes, attributes).items()}
-    ranks |= {after: net.rank(tensors[before]) for after, before in spec.aliases.items()}
+    ranks |= {name: net.rank(tensors[source]) for name, source in spec.aliases.items()}
+    before = [argument.name for argument in spec.inputs]
+    after = [argument.name for argument in spec.outputs]
     results = net.plugin(
         operation.id,
         [tensors[argument.name] for argument in spec.inputs],
         {name: attributes[name] for name in operation.attributes},
         [(argument.dtype, ranks[argument.name]) for argument in spec.outputs],
+        {after.index(name): before.index(source) for name, source in spec.aliases.items()},
     )
     return {a.name: result for a, result in zip(spec.outputs, results, strict=True)}

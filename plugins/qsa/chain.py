@@ -12,9 +12,9 @@ import triton
 
 from plugins.aot import layer
 from plugins.qsa import kernel
-from plugins.qsa.layer import Site
 from plugins.qsa.plan import Tiles
 from plugins.qsa.plugin import NAMESPACE, OPERATIONS, geometry_attributes
+from plugins.qsa.site import Memory, Norms, Prepared, Projections, Site
 from plugins.trt.capability import parse_target
 from plugins.trt.types import Tensor
 
@@ -23,28 +23,63 @@ _BY_NAME = {operation.id.removeprefix(f"{NAMESPACE}::"): operation for operation
 
 def _add(site: Site, name: str, tensors: dict[str, Tensor], **attributes: Any) -> dict[str, Tensor]:
     """Add a plugin layer; `past` and `new` come along where it takes them."""
-    given = {"past": site.past, "new": site.new, **tensors}
+    calls = site.calls
+    given = {"past": calls.past, "new": calls.new, **tensors}
     geometry = geometry_attributes(site.geometry)
-    return layer.add(site.net, _BY_NAME[name], given, geometry | attributes)
+    return layer.add(calls.net, _BY_NAME[name], given, geometry | attributes)
 
 
 def _tiles(tiles: Tiles) -> dict[str, int]:
     return {"columns": tiles.columns, "warps": tiles.warps, "stages": tiles.stages}
 
 
+def prepare(site: Site, projections: Projections, norms: Norms, memory: Memory) -> Prepared:
+    """As `layer.prepare`, in one kernel."""
+    calls = site.calls
+    tensors = {
+        "q_gate": projections.q_gate,
+        "key": projections.key,
+        "value": projections.value,
+        "index_qk": projections.index_qk,
+        "q_weight": norms.query,
+        "k_weight": norms.key,
+        "index_q_weight": norms.index_query,
+        "index_k_weight": norms.index_key,
+        "frequencies": calls.frequencies,
+        "index_frequencies": calls.frequencies,
+        # A position is a rank, so that neither is read; the kernel still needs an address.
+        "positions": calls.past,
+        "position_state": calls.past,
+        "index_state": memory.state,
+        "key_cache_before": memory.keys,
+        "value_cache_before": memory.values,
+        "index_keys_before": memory.block_keys,
+    }
+    sections = {"section_t": 0, "section_h": 0, "section_w": 0}
+    rotary = {"rotary": calls.rotary_dim, "index_rotary": calls.rotary_dim, "axes": 1, **sections}
+    made = _add(site, "prepare", tensors, eps=calls.eps, **rotary)
+    updated = Memory(
+        keys=made["key_cache"],
+        values=made["value_cache"],
+        block_keys=made["index_keys"],
+        state=made["next_index_state"],
+    )
+    return Prepared(made["query"], made["index_query"], updated)
+
+
 def select(site: Site, index_query: Tensor, block_keys: Tensor) -> Tensor:
     """As `layer.select`; `block_keys` [B, 1, NB, Di] are those that calls look at."""
-    g = site.geometry
+    calls, g = site.calls, site.geometry
     # Rows behind the visible ones, to which padding is written, are never chosen from.
-    most = site.rows // g.ratio
+    most = calls.rows // g.ratio
     group = kernel.group_size(most)
     groups = {"group": group} if group else {}
     scored = _add(
         site,
         "score_groups" if group else "score",
-        {"index_query": index_query, "index_keys": site.net.squeeze(block_keys, [1])},
-        query_rows=min(site.steps, kernel.SCORE_ROWS),
-        tiles=kernel.score_tiles(site.slots, site.steps, most),
+        {"index_query": index_query, "index_keys": calls.net.squeeze(block_keys, [1])},
+        query_rows=min(calls.steps, kernel.SCORE_ROWS),
+        tiles=kernel.score_tiles(calls.slots, calls.steps, most),
         **_tiles(kernel.score_tile(group)),
         **groups,
     )
@@ -57,11 +92,12 @@ def attend(
     site: Site, query: Tensor, keys: Tensor, values: Tensor, block_ids: Tensor, q_gate: Tensor
 ) -> Tensor:
     """As `layer.attend`."""
+    calls = site.calls
     inputs = {"q": query, "k_cache": keys, "v_cache": values, "blocks": block_ids}
     gate = {"gate": q_gate}
-    if site.context:
+    if calls.context:
         return _attend_tiles(site, inputs, gate)
-    how = kernel.decode_plan(site.geometry, site.slots * site.steps)
+    how = kernel.decode_plan(site.geometry, calls.slots * calls.steps)
     tiles = _tiles(how.tiles)
     if how.splits == 1:
         return _add(site, "attend", inputs | gate, interleaved_gate=1, **tiles)["out"]
@@ -74,8 +110,8 @@ def attend(
 
 def _attend_tiles(site: Site, inputs: dict[str, Tensor], gate: dict[str, Tensor]) -> Tensor:
     """Neighbouring queries read their blocks together where they share enough of them."""
-    how = kernel.prefill_plan(site.geometry, parse_target(layer.target_of(site.net)))
-    words = site.net.shape(inputs["k_cache"])[2] // site.geometry.ratio
+    how = kernel.prefill_plan(site.geometry, parse_target(layer.target_of(site.calls.net)))
+    words = site.calls.net.shape(inputs["k_cache"])[2] // site.geometry.ratio
     union = _add(site, "unite", {"blocks": inputs["blocks"]}, tile_rows=how.rows, words=words)
     given = inputs | gate | {"counts": union["counts"], "entries": union["entries"]}
     common = {"tile_rows": how.rows, "interleaved_gate": 1}

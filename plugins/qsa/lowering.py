@@ -1,21 +1,80 @@
 """QSA out of native TensorRT layers: the same operation as `plugins.qsa.reference`.
 
-`select_blocks` decides what each query reads, one of the two `attend_*` functions reads it. A
-generation step has few queries, so their blocks are gathered and nothing else of the cache is
-touched; a context chunk has many, whose union is most of the cache, so the selection becomes the
-mask of a dense attention. Sizes are named as in the reference. Query positions of -1 mark padding
-and give zeros; block ids of -1 are unused.
+`prepare` makes queries and writes the caches, `select_blocks` decides what each query reads, one of
+the two `attend_*` functions reads it. A generation step has few queries, so their blocks are
+gathered and nothing else of the cache is touched; a context chunk has many, whose union is most of
+the cache, so the selection becomes the mask of a dense attention. Sizes are named as in the
+reference. Query positions of -1 mark padding and give zeros; block ids of -1 are unused.
 """
 
 from __future__ import annotations
 
 import torch
 
+from plugins.qsa.site import Memory, Norms, Prepared, Projections, Site
 from plugins.trt.network import Network
+from plugins.trt.norms import rms_norm
+from plugins.trt.rows import last_rows
 from plugins.trt.types import Tensor
 
 # Below every score, above the most negative float32.
 _HIDDEN_SCORE = -1e30
+
+
+def prepare(site: Site, projections: Projections, norms: Norms, memory: Memory) -> Prepared:
+    """As `plugins.qsa.layer.prepare`; a padding slot writes to rows behind the visible ones."""
+    calls, g = site.calls, site.geometry
+    net = calls.net
+
+    def heads(x: Tensor, count: int, width: int) -> Tensor:
+        return net.reshape(x, [net.dim(x, 0), net.dim(x, 1), count, width])
+
+    def turned(x: Tensor, weight: Tensor) -> Tensor:
+        """Centred norm per head, heads before tokens, rotation: [B, S, N, D] to [B, N, S, D]."""
+        normed = rms_norm(net, x, weight, calls.eps, centered=True)
+        return calls.rope.rotate(net.transpose(normed, (0, 2, 1, 3)), calls.angles)
+
+    both = heads(projections.q_gate, g.heads, 2 * g.width)
+    query = turned(net.narrow(both, -1, 0, g.width), norms.query)
+    key = turned(heads(projections.key, g.kv_heads, g.width), norms.key)
+    value = net.transpose(heads(projections.value, g.kv_heads, g.width), (0, 2, 1, 3))
+    keys = net.kv_cache_update(memory.keys, key, calls.token_row)
+    values = net.kv_cache_update(memory.values, value, calls.token_row)
+    with net.scope("indexer"):
+        index_width = g.index_heads * g.index_width
+        index_query = net.narrow(projections.index_qk, -1, 0, index_width)
+        index_query = turned(heads(index_query, g.index_heads, g.index_width), norms.index_query)
+        fresh = net.narrow(projections.index_qk, -1, index_width, g.index_width)
+        rows = net.concat([memory.state, fresh], axis=1)
+        state = last_rows(net, rows, calls.new, g.ratio - 1)
+        pooled = _block_keys(site, rows, norms.index_key)
+        block_keys = net.kv_cache_update(memory.block_keys, pooled, calls.block_row)
+    return Prepared(query, index_query, Memory(keys, values, block_keys, state))
+
+
+def _block_keys(site: Site, rows: Tensor, weight: Tensor) -> Tensor:
+    """Keys [B, 1, n, Di] of the blocks that the call may complete, from raw [B, R - 1 + S, Di].
+
+    A block of which a part is padding gets a key too, but no query sees it before it is written
+    again.
+    """
+    calls, ratio, width = site.calls, site.geometry.ratio, site.geometry.index_width
+    net = calls.net
+    count = net.dim(calls.positions, 1)
+    blocks = net.dim_floor_div(net.dim_add(count, ratio - 1), ratio)
+    offset = net.sub(calls.past, net.mul(calls.first_block, ratio))
+    first = net.unsqueeze(net.sub(ratio - 1, offset), [1])
+    taken = net.add(first, net.unsqueeze(net.iota(net.dim_mul(blocks, ratio)), [0]))
+    if isinstance(count, int):
+        # A few tokens may finish no block; what is read instead is never seen.
+        taken = net.minimum(taken, count + ratio - 2)
+    raw = net.gather(rows, taken, axis=1, elementwise_dims=1)
+    raw = net.reshape(raw, [net.dim(rows, 0), blocks, ratio, width])
+    pooled = net.reduce_mean(net.cast(raw, "float32"), axes=[2], keepdims=False)
+    pooled = rms_norm(net, net.cast(pooled, calls.dtype), weight, calls.eps, centered=True)
+    block = net.add(net.unsqueeze(calls.first_block, [1]), net.unsqueeze(net.iota(blocks), [0]))
+    angles = calls.rope.at(net.mul(block, ratio))
+    return calls.rope.rotate(net.unsqueeze(pooled, [1]), angles)
 
 
 def visible_blocks(net: Network, positions: Tensor, ratio: int) -> Tensor:

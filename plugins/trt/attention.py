@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from plugins.support.errors import BuildError
 from plugins.trt.algebra import AlgebraLayers
 from plugins.trt.types import FLOATS, Tensor
 
@@ -241,8 +240,4 @@ class AttentionLayers(AlgebraLayers):
         layer = self.raw.add_kv_cache_update(
             cache, update, write_indices, self.trt.KVCacheMode.LINEAR
         )
-        updated = self.output(self._one(layer, op), f"{cache.name}.updated")
-        if updated.name in self.aliases:
-            raise BuildError("the cache is updated twice", where=updated.name)
-        self.aliases[updated.name] = cache.name
-        return updated
+        return self._updated(cache, self._one(layer, op))

@@ -53,10 +53,12 @@ class PluginCall:
     Attributes:
         op: name of the operation, "namespace::name".
         attributes: the operation's attributes.
+        updates: positions of the inputs that it writes in place.
     """
 
     op: str
     attributes: dict[str, Any]
+    updates: tuple[int, ...] = ()
 
 
 class NetworkCore:
@@ -484,6 +486,7 @@ class NetworkCore:
         inputs: Sequence[Tensor],
         attributes: Mapping[str, Any],
         outputs: Sequence[tuple[str, int]],
+        in_place: Mapping[int, int] | None = None,
     ) -> tuple[Tensor, ...]:
         """Add a plugin layer.
 
@@ -492,10 +495,14 @@ class NetworkCore:
             inputs: input tensors in the order of registration.
             attributes: attribute name -> value, in the order of registration.
             outputs: element type and rank of every output.
+            in_place: position of an output -> that of the input whose memory it is. Where that
+                is a network input X, the output becomes the network output `X.updated`, which
+                must be bound to the same memory.
 
         Raises:
             CapabilityError: the flavour has no plugins, or this one is not registered.
-            BuildError: TensorRT refused, or its outputs are not the declared ones.
+            BuildError: TensorRT refused, its outputs are not the declared ones, or an input is
+                updated twice.
         """
         self.capability.require(
             "has_plugins",
@@ -516,7 +523,8 @@ class NetworkCore:
             raise self._fail("TensorRT refused the plugin call", label, found=str(error)) from error
         layer = self.raw.add_plugin(call, aot=True)
         results = self._done(layer, label, len(outputs))
-        self.plugins[results[0].name] = PluginCall(op, dict(attributes))
+        same = dict(in_place or {})
+        self.plugins[results[0].name] = PluginCall(op, dict(attributes), tuple(same.values()))
         for result, (dtype, rank) in zip(results, outputs, strict=True):
             if self.dtype(result) != dtype or self.rank(result) != rank:
                 raise BuildError(
@@ -525,7 +533,20 @@ class NetworkCore:
                     expected=f"{dtype} of rank {rank}",
                     found=f"{self.dtype(result)} {list(self.shape(result))}",
                 )
-        return results
+        return tuple(
+            self._updated(inputs[same[position]], result)
+            if position in same and inputs[same[position]].name in self._inputs
+            else result
+            for position, result in enumerate(results)
+        )
+
+    def _updated(self, cache: Tensor, result: Tensor) -> Tensor:
+        """Make `result`, which is the memory of the network input `cache`, its output."""
+        if cache.name in self.aliases.values():
+            raise BuildError("the cache is updated twice", where=cache.name)
+        output = self.output(result, f"{cache.name}.updated")
+        self.aliases[output.name] = cache.name
+        return output
 
 
 def _whole(array: np.ndarray) -> np.ndarray:

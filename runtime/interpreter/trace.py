@@ -178,10 +178,12 @@ class _Tracer:
         """A cache that is updated in place may be read only after the update."""
         caches = set(self._net.aliases.values())
         for layer in self._graph.layers:
-            for name in (
-                layer.input_names[1:] if layer.type == "KV_CACHE_UPDATE" else (layer.input_names)
-            ):
-                if name in caches:
+            call = self._net.plugins.get(layer.raw.name)
+            updates: tuple[int, ...] = call.updates if call else ()
+            if layer.type == "KV_CACHE_UPDATE":
+                updates = (0,)
+            for position, name in enumerate(layer.input_names):
+                if name in caches and position not in updates:
                     raise BuildError(
                         "a cache that is updated in place is read before its update",
                         where=layer.raw.name,

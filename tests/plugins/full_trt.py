@@ -181,14 +181,14 @@ class PluginLayer:
 
     def __init__(self, call: Any, outputs: list[Any]) -> None:
         self.type, self.name, self.metadata = _RTX.LayerType.PLUGIN_V3, "", ""
-        self._inputs, self._outputs = call.tensors, outputs
+        self._inputs, self.outputs = call.tensors, outputs
         self.num_inputs, self.num_outputs = len(call.tensors), len(outputs)
 
     def get_input(self, index: int) -> Any:
         return self._inputs[index]
 
     def get_output(self, index: int) -> Any:
-        return self._outputs[index]
+        return self.outputs[index]
 
 
 class _Names(type):
@@ -204,6 +204,7 @@ class NetworkDefinition(metaclass=_Names):
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._plugins: list[PluginLayer] = []
+        self.marked: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._raw, name)
@@ -216,6 +217,13 @@ class NetworkDefinition(metaclass=_Names):
     def get_layer(self, index: int) -> Any:
         first = self._raw.num_layers
         return self._raw.get_layer(index) if index < first else self._plugins[index - first]
+
+    def mark_output(self, tensor: Any) -> None:
+        if any(tensor is output for layer in self._plugins for output in layer.outputs):
+            # Underneath it is an input, which cannot be an output too.
+            self.marked.append(tensor)
+        else:
+            self._raw.mark_output(tensor)
 
     def add_plugin(self, call: Any, aot: bool) -> PluginLayer:
         if not aot or call.operation.implement is None:
