@@ -22,7 +22,7 @@ class Conversion:
     dtype: str | None = None
     quantize: str | None = None
     only: str = "experts"
-    # Engines have no FP8 caches; what a checkpoint declares about them is for others.
+    # Not every flavour has FP8 caches; who wants them converts and builds step by step.
     kv_cache: str = "none"
     workers: int | None = None
 

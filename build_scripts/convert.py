@@ -22,9 +22,9 @@ def command(
         options.KvCache | None,
         typer.Option(
             "--kv-cache",
-            help="fp8: declare caches of keys and values as FP8, for engines that load the "
-            "exported checkpoint; none: do not (`build` needs this); default: as the checkpoint "
-            "has it.",
+            help="fp8: caches of keys and values are FP8 (qwen4_exp with full TensorRT, and "
+            "engines that load the exported checkpoint); none: they are not, which TensorRT for "
+            "RTX needs; default: as the checkpoint has it.",
         ),
     ] = None,
     calibration: Annotated[

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from build_scripts import output
 from converters.definition import TOKEN_BLOCK, Definition, EngineLimits
+from converters.quantization import kv_cache
 from converters.registry import family_of, read_checkpoint_config
 from plugins.attention import Choice
 from plugins.support.atomic import atomic_directory, link_or_copy, refuse_existing
@@ -30,6 +31,7 @@ from runtime import contract
 from runtime.cache_plan import CachePlan
 from runtime.contract import TensorSpec
 from runtime.identity import WeightsIdentity, weights_identity
+from runtime.interpreter.program import Program
 from runtime.interpreter.trace import trace
 
 WeightMode = Literal["auto", "inputs", "embedded"]
@@ -183,16 +185,6 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     """
     refuse_existing(engine_dir, "engine directory")
     config = read_checkpoint_config(ckpt_dir)
-    if config.quantization.kv_cache_quant_algo is not None:
-        raise CapabilityError(
-            "engines cannot have FP8 caches: TensorRT updates a cache in place only in float32, "
-            "float16 and bfloat16",
-            where=f"{ckpt_dir}: quantization.kv_cache_quant_algo",
-            expected="null",
-            found=config.quantization.kv_cache_quant_algo,
-            fix="convert again with --kv-cache none: caches are then in the computing type, which "
-            "is more exact and twice as large",
-        )
     family = family_of(config)
     limits = effective_limits(request, config.max_position_embeddings)
     backend = load_backend(request.flavor)
@@ -201,6 +193,13 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     choice = Choice("tensorrt", "cuda", backend.flavor)
     attention.require(phases, choice)
     capability = backend.capability(request.targets, (config.dtype, "float32"))
+    if config.quantization.kv_cache_quant_algo is not None:
+        if not capability.has_plugins:
+            raise kv_cache.refusal(
+                "TensorRT updates a cache in place only in float32, float16 and bfloat16, and "
+                f"{backend.flavor} has no plugin layers that would"
+            )
+        capability.check_dtypes(("float8_e4m3fn",))
     weights = ckpt_dir / contract.weights_file()
     source, identity = SafetensorsSource(weights), weights_identity(weights)
     output.say(
@@ -319,8 +318,15 @@ def _build_phase(
             for name, (least, best, most) in definition.profile.items()
         },
         decisions=definition.decisions,
+        plugin_caches=_plugin_caches(program),
     )
     return entry, plan
+
+
+def _plugin_caches(program: Program) -> tuple[str, ...]:
+    """Caches that plugin layers update: nothing else reads one before that."""
+    read = {name for node in program.nodes if node.kind == "plugin" for name in node.inputs}
+    return tuple(cache for cache in program.aliases.values() if cache in read)
 
 
 def _inputs(net: Network, definition: Definition) -> tuple[TensorSpec, ...]:

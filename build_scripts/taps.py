@@ -100,5 +100,5 @@ class TapExecutor:
 
 
 def _in_float32(spec: TensorSpec) -> TensorSpec:
-    narrow = spec.dtype in ("float16", "bfloat16")
+    narrow = spec.dtype in ("float16", "bfloat16") or spec.kind == "cache"
     return spec.model_copy(update={"dtype": "float32"}) if narrow else spec

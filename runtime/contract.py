@@ -101,6 +101,8 @@ class EngineEntry(_Model):
         inputs, outputs: every tensor that has to be bound.
         profile: per dynamic input.
         decisions: what the build decided once for this engine, by name.
+        plugin_caches: caches that plugin layers update; TensorRT does not tell that they do so in
+            place.
     """
 
     file: str
@@ -113,6 +115,7 @@ class EngineEntry(_Model):
     outputs: tuple[TensorSpec, ...]
     profile: dict[str, Range]
     decisions: dict[str, bool] = Field(default_factory=dict)
+    plugin_caches: tuple[str, ...] = ()
 
     def of_kind(self, *kinds: str) -> list[TensorSpec]:
         """Inputs of the given kinds, in engine order."""
@@ -256,6 +259,10 @@ class EngineConfig(_Model):
             ]
             if unprofiled:
                 raise ValueError(f"engines.{phase}.profile: missing {', '.join(unprofiled)}")
+            strange = set(entry.plugin_caches) - {tensor.name for tensor in entry.of_kind("cache")}
+            if strange:
+                names = ", ".join(sorted(strange))
+                raise ValueError(f"engines.{phase}.plugin_caches: no cache is called {names}")
         return self
 
     @property

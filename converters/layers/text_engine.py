@@ -12,6 +12,7 @@ from collections.abc import Callable
 from converters.checkpoint.config import CheckpointConfig
 from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, InputKind, Phase
 from converters.layers.inputs import Inputs
+from converters.quantization import kv_cache
 from plugins.support.errors import InputError
 from plugins.trt.network import Dim, Network
 from plugins.trt.rows import last_rows
@@ -86,6 +87,7 @@ class TextEngine:
         if self._is_prompt:
             self.span = self._attention_span(least_span)
         self._rejected: Tensor | None = None
+        self._fp8_caches = config.quantization.kv_cache_quant_algo is not None
 
         self.batch, self.count = net.dim(self.ids, 0), net.dim(self.ids, 1)
         index = net.unsqueeze(net.iota(self.count), [0])
@@ -135,8 +137,11 @@ class TextEngine:
     def cache(self, name: str, update: Tensor, row: Tensor, rows: int | None = None) -> Tensor:
         """Write [B, heads, S, D] into the cache of that name and return the whole cache.
 
-        `rows` is the cache's length, by default one row per token.
+        `rows` is the cache's length, by default one row per token. Raises CapabilityError where
+        the checkpoint declares FP8 caches.
         """
+        if self._fp8_caches:
+            raise kv_cache.refusal("TensorRT's own layer updates it, which takes no FP8")
         _, heads, _, width = self.net.shape(update)
         cache = self.cache_input(name, heads, width, rows)
         return self.net.kv_cache_update(cache, update, row)

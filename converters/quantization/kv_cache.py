@@ -3,9 +3,9 @@
     cached code = e4m3(key / key scale), and the same for values
 
 A layer's two scales become `<attention>.kv_cache_scaling_factor`, float32 [2]: key, value. (Where
-TensorRT-LLM has one scale for both, a common one would not be the source's any more.) They are for
-the engines that have such caches, which get them by `export-hf`: TensorRT updates caches in place
-in float32, float16 and bfloat16 only.
+TensorRT-LLM has one scale for both, a common one would not be the source's any more.) Engines of
+full TensorRT have such caches where plugin layers write and read them, other engines get them by
+`export-hf`: TensorRT's own layers update caches in float32, float16 and bfloat16 only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from converters.checkpoint.recipe import Output, Recipe
 from converters.quantization.declared import Claims
 from converters.quantization.evidence import Names
 from plugins.support.dtypes import BY_NAME, COMPUTE_DTYPES
-from plugins.support.errors import InputError, UsageError
+from plugins.support.errors import CapabilityError, InputError, UsageError
+from plugins.trt.weights import WeightInfo, WeightSource
 
 ALGORITHM = "FP8"
 TARGET_SUFFIX = "kv_cache_scaling_factor"
@@ -64,6 +65,45 @@ class CachePlan:
     notes: tuple[str, ...] = ()
 
 
+def refusal(why: str) -> CapabilityError:
+    """The error for an engine that cannot have the FP8 caches which its checkpoint declares."""
+    return CapabilityError(
+        f"this engine cannot have FP8 caches: {why}",
+        where="quantization.kv_cache_quant_algo",
+        expected="null",
+        found=ALGORITHM,
+        fix="build qwen4_exp with full TensorRT (--flavor tensorrt), whose plugin layers write FP8 "
+        "caches, or convert again with --kv-cache none: caches are then in the computing type, "
+        "which is more exact and twice as large",
+    )
+
+
+def stored_scales(source: WeightSource, attention: str) -> tuple[float, float]:
+    """Scales of key and value of an attention module in a converted checkpoint.
+
+    Raises InputError where they are missing or are no scales.
+    """
+    name = f"{attention}.{TARGET_SUFFIX}"
+    info, expected = source.info(name), WeightInfo("float32", (2,))
+    if info != expected:
+        raise InputError(
+            "the scales of an FP8 cache are not in the checkpoint as they must be",
+            where=name,
+            expected=f"{expected.dtype} {list(expected.shape)}: key, value",
+            found=f"{info.dtype} {list(info.shape)}" if info else "no such tensor",
+            fix="convert again",
+        )
+    key, value = source.tensor(name).tolist()
+    if not all(0 < scale < math.inf for scale in (key, value)):
+        raise InputError(
+            "the scales of an FP8 cache must be positive and finite",
+            where=name,
+            found=f"{key}, {value}",
+            fix="convert again",
+        )
+    return key, value
+
+
 def plan_caches(
     layers: Sequence[Cached],
     request: str | None,
@@ -88,9 +128,9 @@ def plan_caches(
     declared = _declared(claims)
     if request == "fp8" and not layers:
         raise UsageError(
-            "this family's caches cannot be FP8",
+            "this family's caches cannot be FP8: no kernel of its attention reads them",
             where="--kv-cache fp8",
-            expected="a model with caches of keys and values that can be exported: qwen4_exp",
+            expected="qwen4_exp, whose kernels read FP8 keys and values",
         )
     if request == "none" or not layers:
         for name in stray:
@@ -131,7 +171,8 @@ def _with_scales(
     if not scaled:
         notes.append("no scales of the cache: keys and values are cast with scale 1")
     notes.append(
-        "FP8 caches are for engines that `export-hf` serves; `build` needs --kv-cache none"
+        "FP8 caches are for full TensorRT (`build --flavor tensorrt`) and for what `export-hf` "
+        "serves; TensorRT for RTX needs --kv-cache none"
     )
     return CachePlan(ALGORITHM, tuple(recipes), tuple(notes))
 

@@ -9,6 +9,7 @@ checkpoint's type; norms, gates, decays, routing and scores are computed in floa
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from converters.definition import TOKEN_BLOCK, Definition, Dims, EngineLimits, Phase
 from converters.layers.conv import causal_conv
@@ -17,6 +18,7 @@ from converters.layers.linear import linear, stored_weight, swiglu
 from converters.layers.moe import Experts, run_experts, softmax_router
 from converters.layers.norm import l2_normalize
 from converters.layers.text_engine import TextEngine
+from converters.quantization import kv_cache
 from converters.qwen38.config import Qwen38CheckpointConfig
 from plugins.qsa import layer as qsa
 from plugins.qsa.geometry import Geometry
@@ -100,6 +102,12 @@ class _TextNetwork:
             cache_dtype=self.dtype,
         )
         self.site = Site(calls, geometry)
+        self.fp8_caches = config.quantization.kv_cache_quant_algo is not None
+        if self.fp8_caches and not self.site.plugins:
+            raise kv_cache.refusal(
+                f"{net.capability.flavor} has no plugin layers for attention of these sizes: "
+                f"{geometry}"
+            )
 
     def _weight(self, name: str, shape: Dims) -> Tensor:
         return self.net.weight(f"{name}.weight", self.dtype, shape)
@@ -242,7 +250,7 @@ class _TextNetwork:
     # -- QSA -----------------------------------------------------------------------------------
 
     def _sparse_attention(self, layer: int, name: str, x: Tensor) -> Tensor:
-        net, site = self.net, self.site
+        net, site = self.net, self._site(name)
         g = site.geometry
         index = f"{name}.indexer"
         projections = Projections(
@@ -260,8 +268,8 @@ class _TextNetwork:
         state = f"index_key_state.{layer}"
         blocks = self.limits.cache_rows // g.ratio
         memory = Memory(
-            keys=self.engine.cache_input(f"key_cache.{layer}", g.kv_heads, g.width),
-            values=self.engine.cache_input(f"value_cache.{layer}", g.kv_heads, g.width),
+            keys=self._cache(f"key_cache.{layer}", g),
+            values=self._cache(f"value_cache.{layer}", g),
             block_keys=self.engine.cache_input(
                 f"index_key_cache.{layer}", 1, g.index_width, blocks
             ),
@@ -276,6 +284,19 @@ class _TextNetwork:
             site, ready.query, ready.memory.keys, ready.memory.values, chosen, projections.q_gate
         )
         return linear(net, mixed, f"{name}.dense", self.hidden)
+
+    def _site(self, attention: str) -> Site:
+        """The site of one layer: scales of FP8 caches are constants of its kernels."""
+        if not self.fp8_caches:
+            return self.site
+        key, value = kv_cache.stored_scales(self.net.source, attention)
+        geometry = replace(
+            self.site.geometry, cache_dtype="float8_e4m3fn", k_scale=key, v_scale=value
+        )
+        return Site(self.site.calls, geometry)
+
+    def _cache(self, name: str, g: Geometry) -> Tensor:
+        return self.engine.cache_input(name, g.kv_heads, g.width, dtype=g.cache_dtype)
 
     # -- PLE -----------------------------------------------------------------------------------
 

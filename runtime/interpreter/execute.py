@@ -179,6 +179,8 @@ class Interpreter:
     def input_info(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Torch type and shape (-1: free) in which input `name` is taken."""
         info = self.program.tensors[name]
+        if self._promote and name in self._aliased:
+            return torch.float32, info.shape
         return torch_dtype(info.dtype, self._promote), info.shape
 
     def run(
@@ -253,7 +255,7 @@ class Interpreter:
         for name in self.program.inputs:
             value = inputs[name]
             info = self.program.tensors[name]
-            dtype = torch_dtype(info.dtype, self._promote)
+            dtype = self.input_info(name)[0]
             fits = len(info.shape) == value.dim() and all(
                 want in (-1, got) for want, got in zip(info.shape, value.shape, strict=True)
             )

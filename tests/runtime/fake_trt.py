@@ -52,7 +52,13 @@ class Engine:
         self.inputs = {tensor.name: tensor for tensor in entry.inputs}
         self.outputs = {tensor.name: tensor for tensor in entry.outputs}
         self.tensors = self.inputs | self.outputs
-        self.aliases = {f"{t.name}.updated": t.name for t in entry.of_kind("cache")}
+        self.in_place = {f"{t.name}.updated": t.name for t in entry.of_kind("cache")}
+        # What it tells of them, which excludes what plugin layers update.
+        self.aliases = {
+            output: name
+            for output, name in self.in_place.items()
+            if name not in entry.plugin_caches
+        }
         self.num_io_tensors = len(self.tensors)
 
     def get_tensor_name(self, index: int) -> str:
@@ -127,7 +133,7 @@ class Context:
             return False
         assert self.scratch[1] >= self.engine.device_memory_size_v2
         assert set(self.addresses) == set(self.engine.tensors)
-        for output, source in self.engine.aliases.items():
+        for output, source in self.engine.in_place.items():
             assert self.addresses[output] == self.addresses[source]
         for spec in entry.of_kind("state"):
             assert self.addresses[f"{spec.name}.next"] != self.addresses[spec.name]

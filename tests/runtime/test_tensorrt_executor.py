@@ -7,6 +7,7 @@ bindings that are installed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,31 @@ def test_engine_that_is_not_the_configured_one_is_refused(
     with pytest.raises(InputError) as caught:
         _open(config, engine_dir, change=change)
     assert str(caught.value.where).endswith(where)
+
+
+def _by_plugins(config: EngineConfig, names: Sequence[str]) -> EngineConfig:
+    """The same engines, with caches that plugin layers update."""
+    values = config.model_dump()
+    for entry in values["engines"].values():
+        entry["plugin_caches"] = names
+    return EngineConfig.model_validate(values)
+
+
+def test_caches_that_plugin_layers_update_are_bound_in_place_without_being_named(
+    engine_dir: Path, config: EngineConfig, answer: Answer
+) -> None:
+    names = [tensor.name for tensor in config.engines["context"].of_kind("cache")]
+    engine, seen, _ = _open(_by_plugins(config, names), engine_dir)
+    assert names
+    with Session(engine, threaded=False) as session:
+        assert session.submit(GenerationRequest(_prompt(70), 9)).result()[0] == answer(
+            _prompt(70), 9
+        )
+    for context in seen.contexts:
+        told = [context.engine.get_aliased_input_tensor(f"{name}.updated") for name in names]
+        assert told == [None] * len(names)
+    with pytest.raises(ValueError, match="no cache is called past_lengths"):
+        _by_plugins(config, ["past_lengths"])
 
 
 def test_names_exist_in_the_installed_bindings() -> None:

@@ -173,13 +173,15 @@ def test_broken_scales_are_refused(change: Change, message: str, tmp_path: Path)
     assert not (tmp_path / "ckpt").exists()
 
 
-def test_engines_refuse_fp8_caches(tmp_path: Path):
-    """TensorRT's cache update takes no FP8, so an engine would have other caches than declared."""
+def test_engines_of_tensorrt_for_rtx_refuse_fp8_caches(tmp_path: Path):
+    """Its cache update takes no FP8, so an engine would have other caches than declared."""
     run(fixture.plain(), tmp_path, kv_cache="fp8")
-    request = engines.Request(1, 64, None, 0, 64, 8192, "auto", None, "auto")
+    request = engines.Request(1, 64, None, 0, 64, 8192, "tensorrt_rtx", None, "auto")
     with pytest.raises(CapabilityError) as caught:
         engines.build(tmp_path / "ckpt", tmp_path / "engine", request)
-    assert "--kv-cache none" in (caught.value.fix or "")
+    assert "tensorrt_rtx has no plugin layers that would" in str(caught.value)
+    for way in ("--flavor tensorrt)", "--kv-cache none"):
+        assert way in (caught.value.fix or "")
     assert not (tmp_path / "engine").exists()
 
 
