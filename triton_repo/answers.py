@@ -57,8 +57,8 @@ class AnswerOptions:
 class SequenceState:
     """One sequence on its way to the client.
 
-    `ids`, `log_probs`, `pieces` and `extra` hold what has not been sent yet; when not streaming
-    that is everything.
+    `ids`, `log_probs`, `pieces`, `thoughts` and `extra` hold what has not been sent yet; when not
+    streaming that is everything.
     """
 
     row: int
@@ -68,6 +68,7 @@ class SequenceState:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
     generated: int = 0
@@ -137,11 +138,13 @@ class Answer:
             if text.stopped:
                 reason = "stop"
             if reason is not None:
-                piece += text.finish()
+                piece = piece.joined(text.finish())
                 if text.stopped:
                     reason = "stop"
-            if piece:
-                sequence.pieces.append(piece)
+            if piece.text:
+                sequence.pieces.append(piece.text)
+            if piece.reasoning:
+                sequence.thoughts.append(piece.reasoning)
         sequence.ids += ids
         sequence.log_probs += log_probs
         sequence.generated += len(ids)
@@ -159,8 +162,8 @@ class Answer:
         if sequence.finish_reason is not None or self._worth_sending(sequence):
             self._reply.send(self._piece(sequence), final=done)
             sequence.sent += 1
-            sequence.ids, sequence.log_probs, sequence.pieces = [], [], []
-            sequence.extra = {}
+            sequence.ids, sequence.log_probs, sequence.extra = [], [], {}
+            sequence.pieces, sequence.thoughts = [], []
 
     def _worth_sending(self, sequence: SequenceState) -> bool:
         raise NotImplementedError
@@ -230,7 +233,8 @@ class TextAnswer(Answer):
 
     def _worth_sending(self, sequence: SequenceState) -> bool:
         # Ids without text yet (half a character, a possible stop word) go with the text to come.
-        return bool(sequence.pieces) or (sequence.sent == 0 and bool(sequence.extra))
+        said = sequence.pieces or sequence.thoughts
+        return bool(said) or (sequence.sent == 0 and bool(sequence.extra))
 
     def _piece(self, sequence: SequenceState) -> dict[str, Array]:
         return self._indices(sequence) | self._texts([[sequence]], prompt=False)
@@ -254,6 +258,9 @@ class TextAnswer(Answer):
             ),
             "output_ids": id_tensor([[s.ids for s in g] for g in groups]),
         }
+        thoughts = [["".join(s.thoughts) for s in g] for g in groups]
+        if any(t for g in thoughts for t in g):
+            out["reasoning_content"] = batch_of(response_tensor("reasoning_content"), thoughts)
         if all(s.finish_reason is not None for g in groups for s in g):
             out["finish_reason"] = batch_of(
                 response_tensor("finish_reason"), [[s.finish_reason for s in g] for g in groups]
@@ -319,11 +326,7 @@ def text_state(call: GenerationCall) -> dict[str, Any]:
     """What postprocessing has to know to make the text of a sequence."""
     return {
         "context": call.prompt_ids[-MAX_CONTEXT_IDS:],
-        "stop_words": call.text.stop_words,
-        "include_stop": call.text.include_stop,
-        "skip_special_tokens": call.text.skip_special_tokens,
-        "end_ids": call.text.end_ids,
-        "tools": call.text.tools,
+        "text": call.text.to_json(),
     }
 
 

@@ -186,6 +186,7 @@ TEXT_OUTPUTS: tuple[tuple[Tensor, str], ...] = (
     (Tensor("OUT_FINISH_REASON", "STRING", (-1,), optional=True), "finish_reason"),
     (Tensor("STOP_REASON", "STRING", (-1,), optional=True), "stop_reason"),
     (Tensor("TOOL_CALLS", "STRING", (-1,), optional=True), "tool_calls"),
+    (Tensor("REASONING_CONTENT", "STRING", (-1,), optional=True), "reasoning_content"),
 )
 
 RESPONSE: tuple[Tensor, ...] = (

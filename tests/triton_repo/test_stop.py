@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_repo.frontend.output import OutputText, TextOptions
+from triton_repo.frontend.output import OutputText, Piece, TextOptions
 from triton_repo.frontend.stop import IdStopMatcher, StopMatcher
 from triton_repo.frontend.tokenizer import ByteTokenizer
 
@@ -61,27 +61,27 @@ def test_pieces_do_not_matter(stops: list[str], pieces: list[str], include: bool
 def test_ids_past_the_stop_are_dropped(include: bool) -> None:
     text = OutputText(BYTES, [], TextOptions(("STOP",), include_stop=include))
     piece, used = text.feed(list(b"abcSTOPde"))
-    assert (piece, used, text.stop_reason) == ("abcSTOP" if include else "abc", 7, "STOP")
-    assert text.feed(list(b"more")) == ("", 0)
-    assert text.finish() == ""
+    assert (piece.text, used, text.stop_reason) == ("abcSTOP" if include else "abc", 7, "STOP")
+    assert text.feed(list(b"more")) == (Piece(), 0)
+    assert text.finish() == Piece()
 
 
 def test_a_stop_string_across_characters_of_several_bytes() -> None:
     text = OutputText(BYTES, [], TextOptions(("é!",)))
-    shown = [text.feed([i])[0] for i in "aé!b".encode()]
+    shown = [text.feed([i])[0].text for i in "aé!b".encode()]
     assert "".join(shown) == "a"
     assert text.stopped
 
 
 def test_the_end_id_is_no_text() -> None:
     text = OutputText(BYTES, [], TextOptions(end_ids=(ord("!"),)))
-    assert text.feed(list(b"hi!"))[0] == "hi"
+    assert text.feed(list(b"hi!"))[0].text == "hi"
 
 
 def test_the_tail_is_flushed_at_the_end() -> None:
     text = OutputText(BYTES, [], TextOptions(("€x",)))
-    assert text.feed([0x61, 0xE2, 0x82])[0] == "a"
-    assert text.finish() == "\ufffd"
+    assert text.feed([0x61, 0xE2, 0x82])[0].text == "a"
+    assert text.finish().text == "\ufffd"
 
 
 def test_id_sequences() -> None:

@@ -146,14 +146,6 @@ def test_unknown_tools_are_left_out() -> None:
     assert parse(text)[:2] == ("Now ", [{"name": "stop", "arguments": {}}])
 
 
-def test_thoughts_are_content() -> None:
-    thought = "<think>\nShould I " + call("", name="stop") + "? No.\n</think>\n\n"
-    for size in (None, 1):
-        assert parse(thought + "Hello", size)[:2] == (thought + "Hello", [])
-        found = parse(thought + call("", name="stop"), size)[:2]
-        assert found == (thought, [{"name": "stop", "arguments": {}}])
-
-
 def test_content_comes_while_it_is_written() -> None:
     """Only what may begin a block waits."""
     _, _, pieces = parse("ab<do not", 1)

@@ -13,7 +13,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from triton_repo.frontend import tool_calls
+from triton_repo.frontend import reasoning, tool_calls
 from triton_repo.frontend.problems import problem
 
 MODALITIES = ("image", "video", "audio")
@@ -204,6 +204,8 @@ class ChatTemplate:
 
         # Whether the model writes calls in the form that `tool_calls` reads.
         self.calls_tools = tool_calls.OPEN in source
+        # Whether it thinks in the form that `reasoning` reads.
+        self.thinks = reasoning.OPEN in source
 
     def render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
         """The prompt text. `kwargs` are the merged template options of server and request.

@@ -33,6 +33,7 @@ from triton_repo.frontend.media import MediaItem, MediaPolicy, load_media
 from triton_repo.frontend.mm_kwargs import merge, view
 from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.problems import problem
+from triton_repo.frontend.reasoning import Reasoning, reasoning_after
 from triton_repo.frontend.salt import cache_salt_id
 from triton_repo.frontend.sampling import Sampling, parse_sampling
 from triton_repo.frontend.tokenizer import Encoding, Tokenizer
@@ -127,6 +128,7 @@ class _Tokenised:
     media: list[tuple[int, MediaItem]]
     spans: list[MediaSpan]
     features: npt.NDArray[np.float32] | None = None
+    reasoning: Reasoning = ""
 
 
 def prepare(request: Row, server: FrontEnd) -> Prepared:
@@ -172,10 +174,11 @@ def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -
             skip_special_tokens=bool(row.get("skip_special_tokens", True)),
             end_ids=end_ids,
             tools=_tools(row, server, template_kwargs),
+            reasoning=tokenised.reasoning,
         ),
         end_ids=end_ids,
         pad_id=_pad_id(row, server),
-        stop_ids=words.stop_sequences(server.tokenizer, stop_words) if stop_words else None,
+        stop_ids=_stop_ids(stop_words, tokenised.reasoning, server),
         bad_ids=words.bad_sequences(server.tokenizer, bad_words) if bad_words else None,
         cache_salt_id=salt,
         mm_views={m: view(mm_kwargs, m) if mm_kwargs else {} for m in chat.MODALITIES},
@@ -198,6 +201,15 @@ def prepare_live(request: Row, server: FrontEnd) -> tuple[Prepared, LiveAudio]:
         raise problem("truncate_prompt_tokens", "a stream cannot be cut")
     ids, audio = server.audio.live(row.get("delay_ms"))
     return _prepared(row, server, _Tokenised(Encoding(ids, None, (0, 0)), [], [])), audio
+
+
+def _stop_ids(
+    stop_words: Sequence[str], reasoning: Reasoning, server: FrontEnd
+) -> list[list[int]] | None:
+    """Stop words as ids; none where they may occur in thoughts, which only their text tells."""
+    if not stop_words or reasoning:
+        return None
+    return words.stop_sequences(server.tokenizer, stop_words)
 
 
 def _max_tokens(row: Row, task: str, prompt: Prompt, limits: Limits) -> int:
@@ -330,11 +342,14 @@ def _tokenise(
         raise problem("mm_features", "needs input_ids")
     if row.get("content_parts") is not None:
         return _tokenise_parts(row["content_parts"], extra, server, options, limits, mm_kwargs)
+    reasoning: Reasoning = ""
     if row.get("messages") is not None:
         conversation = chat.parse_messages(row["messages"])
         media = load_media(conversation.media + extra, mm_kwargs, server.geometry, server.media)
         sentinels = [f"\x00{i}\x00" for i in range(len(media))]
         text = _render(conversation, server, template_kwargs, sentinels)
+        if server.chat_template is not None and server.chat_template.thinks:
+            reasoning = reasoning_after(text)
         special = False if options.add_special_tokens is None else options.add_special_tokens
     else:
         text = row["text_input"]
@@ -344,9 +359,10 @@ def _tokenise(
             text = "".join(sentinels) + text.replace("\x00", "")
         special = options.add_special_tokens is not False
     if not media:
-        return _Tokenised(_tokenise_text(text, special, options, limits, server), [], [])
+        encoding = _tokenise_text(text, special, options, limits, server)
+        return _Tokenised(encoding, [], [], reasoning=reasoning)
     encoding, positions = _tokenise_with_media(text, special, options, media, sentinels, server)
-    return _Tokenised(encoding, positions, [])
+    return _Tokenised(encoding, positions, [], reasoning=reasoning)
 
 
 def _hear(row: Row, server: FrontEnd) -> _Tokenised | None:

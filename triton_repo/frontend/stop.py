@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def without_partial(text: str, marker: str) -> str:
+    """The text without the longest end of it that begins the marker."""
+    sizes = (n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n]))
+    return text[: len(text) - next(sizes, 0)]
+
+
 class StopMatcher:
     """Finds the first stop string to complete in a text that comes in pieces.
 

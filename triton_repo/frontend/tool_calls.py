@@ -6,8 +6,7 @@
 
 A block holds any number of `invoke`, or one JSON object with `name` and `arguments` (also called
 `parameters`); there may be several blocks. Text before the first block is content. Calls of tools
-that the request does not know are left out; when none is left, the whole text is content. What a
-model thinks (`<think>…</think>`) is content, whatever it says about tools.
+that the request does not know are left out; when none is left, the whole text is content.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
+
+from triton_repo.frontend.stop import without_partial
 
 OPEN, CLOSE = "<dots_function_call>", "</dots_function_call>"
-_THINK, _THOUGHT = "<think>", "</think>"
 _BLOCK = re.compile(f"{OPEN}(.*?)(?:{CLOSE}|$)", re.DOTALL)
 # Names have a bound, so that no text takes quadratic time.
 _INVOKE = re.compile(r"<invoke\s+name=([^>]{1,256})>(.*?)</invoke>", re.DOTALL)
@@ -44,44 +44,24 @@ class ToolCallParser:
             function = tool.get("function", tool)
             self._schemas[str(function["name"])] = _mapping(function.get("parameters"))
         self._held = ""
-        self._state: Literal["start", "thought", "text", "calls"] = "start"
+        self._in_calls = False
 
     def feed(self, piece: str) -> str:
         """Content that may be shown now; what may be the beginning of a block is held back."""
         self._held += piece
-        shown = ""
-        if self._state == "start":
-            begin = self._held.lstrip()
-            if _THINK.startswith(begin):
-                return ""
-            self._state = "thought" if begin.startswith(_THINK) else "text"
-        if self._state == "thought":
-            shown, ended = self._until(_THOUGHT)
-            if not ended:
-                return shown
-            shown, self._held = shown + _THOUGHT, self._held.removeprefix(_THOUGHT)
-            self._state = "text"
-        if self._state == "text":
-            content, ended = self._until(OPEN)
-            shown += content
-            self._state = "calls" if ended else "text"
+        if self._in_calls:
+            return ""
+        at = self._held.find(OPEN)
+        self._in_calls = at >= 0
+        shown = self._held[:at] if self._in_calls else without_partial(self._held, OPEN)
+        self._held = self._held[len(shown) :]
         return shown
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """The rest of the content, and the calls: `{"name": …, "arguments": {…}}` each."""
         rest, self._held = self._held, ""
-        calls = self._calls(rest) if self._state == "calls" else []
+        calls = self._calls(rest) if self._in_calls else []
         return ("" if calls else rest), calls
-
-    def _until(self, marker: str) -> tuple[str, bool]:
-        """Take what stands before a marker, and whether the marker has come."""
-        at = self._held.find(marker)
-        ended = at >= 0
-        if not ended:
-            partial = (n for n in range(len(marker) - 1, 0, -1) if self._held.endswith(marker[:n]))
-            at = len(self._held) - next(partial, 0)
-        taken, self._held = self._held[:at], self._held[at:]
-        return taken, ended
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
         calls = []

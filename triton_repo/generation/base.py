@@ -13,6 +13,7 @@ from triton_repo.frontend.chat import MODALITIES
 from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.pipeline import MediaSpan, Prepared
 from triton_repo.frontend.problems import problem
+from triton_repo.frontend.reasoning import Reasoning
 from triton_repo.frontend.sampling import Sampling
 from triton_repo.generation.feed import AudioFeed, Features
 
@@ -69,17 +70,10 @@ class GenerationCall:
     @staticmethod
     def from_json(value: dict[str, Any]) -> GenerationCall:
         """The call that `to_json` wrote."""
-        text = value["text"]
         fields = value | {
             "sampling": Sampling(**value["sampling"]),
             "end_ids": tuple(value["end_ids"]),
-            "text": TextOptions(
-                tuple(text["stop_words"]),
-                text["include_stop"],
-                text["skip_special_tokens"],
-                tuple(text["end_ids"]),
-                text["tools"],
-            ),
+            "text": TextOptions.from_json(value["text"]),
             "media": [MediaSpan(**span) for span in value["media"]],
         }
         return GenerationCall(**fields)
@@ -147,6 +141,10 @@ class TextState(BaseModel):
     include_stop: bool = False
     skip_special_tokens: bool = True
     tools: str = ""
+    reasoning: Reasoning = ""
+
+
+_USUAL = TextState()
 
 
 class SpanState(BaseModel):
@@ -181,10 +179,7 @@ class RequestState(BaseModel):
         return bool(
             len(prepared.end_ids) > 1
             or prepared.task != "generate"
-            or text.stop_words
-            or text.include_stop
-            or not text.skip_special_tokens
-            or text.tools
+            or RequestState._text(text)
             or any(prepared.mm_views.values())
             or prepared.features is not None
             or prepared.media
@@ -197,14 +192,8 @@ class RequestState(BaseModel):
         state: dict[str, Any] = {"end_ids": prepared.end_ids}
         if prepared.task != "generate":
             state["task"] = prepared.task
-        unusual = text.stop_words or text.include_stop or not text.skip_special_tokens
-        if unusual or text.tools:
-            state["text"] = {
-                "stop_words": text.stop_words,
-                "include_stop": text.include_stop,
-                "skip_special_tokens": text.skip_special_tokens,
-                "tools": text.tools,
-            }
+        if RequestState._text(text):
+            state["text"] = RequestState._text(text)
         if any(prepared.mm_views.values()):
             state["mm_views"] = prepared.mm_views
         if prepared.features is not None:
@@ -213,6 +202,12 @@ class RequestState(BaseModel):
         if prepared.media:
             state["media"] = [asdict(span) for span in prepared.media]
         return json.dumps(state)
+
+    @staticmethod
+    def _text(text: TextOptions) -> dict[str, Any]:
+        """The options that are not as usual."""
+        values = {name: getattr(text, name) for name in TextState.model_fields}
+        return {name: v for name, v in values.items() if v != getattr(_USUAL, name)}
 
     @staticmethod
     def parse(text: str | None) -> RequestState:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from triton_repo.answers import id_tensor
 from triton_repo.frontend.detokenize import decode_all
-from triton_repo.frontend.output import OutputText, TextOptions
+from triton_repo.frontend.output import OutputText, Piece, TextOptions
 from triton_repo.frontend.problems import problem
 from triton_repo.generation.channel import ChannelClient, socket_path
 from triton_repo.models.base import (
@@ -32,6 +32,7 @@ TENSOR_NAMES = {
     "finish_reason": "OUT_FINISH_REASON",
     "stop_reason": "STOP_REASON",
     "tool_calls": "TOOL_CALLS",
+    "reasoning_content": "REASONING_CONTENT",
 }
 
 
@@ -39,6 +40,7 @@ class _Part(NamedTuple):
     """What one response says of one sequence."""
 
     text: str
+    reasoning_content: str
     ids: list[int]
     finish_reason: str | None
     stop_reason: str | None
@@ -143,7 +145,7 @@ class Postprocessing:
         ends = column("finish_reason")
         if all(r for row_ends in ends for r in row_ends):
             out["finish_reason"] = batch_of(response_tensor("finish_reason"), ends)
-        for name in ("stop_reason", "tool_calls"):
+        for name in ("stop_reason", "tool_calls", "reasoning_content"):
             values = column(name)
             if any(v for row_values in values for v in row_values):
                 out[name] = batch_of(response_tensor(name), values)
@@ -160,33 +162,24 @@ class Postprocessing:
             raise problem("stream_state", "responses of a stream came out of order", found=number)
         stream.number += 1
         stream.used = time.monotonic()
-        text, used = stream.text.feed(ids)
+        output = stream.text
+        piece, used = output.feed(ids)
         if reason is not None:
-            text += stream.text.finish()
+            piece = piece.joined(output.finish())
             del self._streams[key]
-        return _Part(text, ids[:used], reason, stream.text.stop_reason, stream.text.tool_calls)
+        return _Part(*piece, ids[:used], reason, output.stop_reason, output.tool_calls)
 
     def _complete(self, state: Mapping[str, Any], ids: list[int], reason: str) -> _Part:
         prompt = ids[: state["prompt_length"]]
         output = self._text(state)
-        front = decode_all(self._tokenizer, prompt, (), state["skip_special_tokens"])
+        front = decode_all(self._tokenizer, prompt, (), state["text"]["skip_special_tokens"])
         generated = ids[len(prompt) :]
-        text, used = output.feed(generated)
-        text += output.finish()
-        return _Part(front + text, generated[:used], reason, output.stop_reason, output.tool_calls)
+        piece, used = output.feed(generated)
+        whole = Piece(front).joined(piece).joined(output.finish())
+        return _Part(*whole, generated[:used], reason, output.stop_reason, output.tool_calls)
 
     def _text(self, state: Mapping[str, Any]) -> OutputText:
-        return OutputText(
-            self._tokenizer,
-            state["context"],
-            TextOptions(
-                tuple(state["stop_words"]),
-                state["include_stop"],
-                state["skip_special_tokens"],
-                tuple(state["end_ids"]),
-                state["tools"],
-            ),
-        )
+        return OutputText(self._tokenizer, state["context"], TextOptions.from_json(state["text"]))
 
     def _forget_old(self) -> None:
         limit = time.monotonic() - FORGET_AFTER_S

@@ -1,4 +1,4 @@
-"""Tool calls through a real tritonserver: out of the answer, into a tensor of their own."""
+"""Chats through a real tritonserver: calls and thoughts get tensors of their own."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         yield started
 
 
-def _body(answer: str, tools: Any = TOOLS) -> dict[str, Any]:
+def _body(answer: str, tools: Any = TOOLS, **template: Any) -> dict[str, Any]:
     return {
         "messages": json.dumps([{"role": "user", "content": "2 + 2?"}]),
-        "chat_template_kwargs": json.dumps({"tools": tools} if tools else {}),
+        "chat_template_kwargs": json.dumps(template | ({"tools": tools} if tools else {})),
         "echo_output_ids": TOKENIZER.encode(answer).ids,
         "max_tokens": 200,
         "exclude_input_in_output": True,
@@ -90,3 +90,60 @@ def test_without_tools_calls_are_text(server: TritonServer, model: str) -> None:
 def test_bad_tools_are_refused(server: TritonServer, tools: Any, message: str) -> None:
     error = refused(server, _body("x", tools=tools))
     assert error.startswith("chat_template_kwargs: ") and message in error
+
+
+THOUGHT = "Add? " + CALL + " No: STOP."
+
+
+@both
+def test_thoughts_leave_the_text(server: TritonServer, model: str) -> None:
+    answer = ok(server, _body(f"<think>\n{THOUGHT}\n</think>\n\nFour."), model)
+    assert (answer["text_output"], answer["reasoning_content"]) == ("Four.", THOUGHT)
+    assert json.loads(answer["tool_calls"]) == []
+    both_ways = ok(server, _body(f"<think>{THOUGHT}</think>So:{CALL}"), model)
+    assert (both_ways["text_output"], both_ways["reasoning_content"]) == ("So:", THOUGHT)
+    assert json.loads(both_ways["tool_calls"]) == CALLS
+    assert "reasoning_content" not in ok(server, _body("Four."), model)
+
+
+@both
+def test_thoughts_come_before_the_text_in_a_stream(server: TritonServer, model: str) -> None:
+    body = _body(f"<think>\n{THOUGHT}\n</think>\n\nFour.", tools=None)
+    events = list(generate_stream(server, body, model))
+    assert "".join(event["text_output"] for event in events) == "Four."
+    thoughts = [event.get("reasoning_content", "") for event in events]
+    assert "".join(thoughts) == THOUGHT
+    assert len([t for t in thoughts if t]) > 5
+    said = [i for i, event in enumerate(events) if event["text_output"]]
+    assert said[0] > max(i for i, thought in enumerate(thoughts) if thought)
+
+
+@both
+def test_stop_words_end_the_answer_and_no_thought(server: TritonServer, model: str) -> None:
+    body = _body(f"<think>{THOUGHT}</think>Four. STOP. More", tools=None) | {"stop_words": ["STOP"]}
+    for more in ({}, {"stream": True}):
+        events = list(generate_stream(server, body | more, model))
+        assert "".join(event["text_output"] for event in events) == "Four. "
+        assert "".join(event.get("reasoning_content", "") for event in events) == THOUGHT
+        assert (events[-1]["finish_reason"], events[-1]["stop_reason"]) == ("stop", "STOP")
+
+
+@both
+def test_a_chat_without_thinking_has_only_text(server: TritonServer, model: str) -> None:
+    answer = ok(server, _body("<think>4</think>", tools=None, enable_thinking=False), model)
+    assert answer["text_output"] == "<think>4</think>"
+    assert "reasoning_content" not in answer
+
+
+@both
+def test_a_thought_that_was_cut_off(server: TritonServer, model: str) -> None:
+    text = "<think>\nHow many are two and two"
+    answer = ok(server, _body(text, tools=None), model)
+    assert (answer["text_output"], answer["reasoning_content"]) == ("", "How many are two and two")
+
+
+@both
+def test_thoughts_of_several_answers(server: TritonServer, model: str) -> None:
+    body = _body("<think>a</think>b", tools=None) | {"num_return_sequences": 2}
+    answer = ok(server, body, model)
+    assert (answer["text_output"], answer["reasoning_content"]) == (["b", "b"], ["a", "a"])
