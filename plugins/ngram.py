@@ -9,6 +9,7 @@ row ids. All values are exact integers, so both sides and the reference must agr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,13 @@ class NgramConstants:
     def heads_per_ngram(self) -> int:
         """Hash heads of each n-gram order."""
         return len(self.sizes) // (self.ngram_size - 1)
+
+    @cached_property
+    def heads(self) -> tuple[Int64, Int64]:
+        """Sizes and offsets, int64 [n-gram orders, heads of each]."""
+        shape = (self.ngram_size - 1, self.heads_per_ngram)
+        sizes, offsets = np.array(self.sizes, np.int64), np.array(self.offsets, np.int64)
+        return sizes.reshape(shape), offsets.reshape(shape)
 
 
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -113,18 +121,18 @@ def row_ids(
         past = np.asarray(context, dtype=np.int64)
     history = np.concatenate([past, current], axis=-1)
 
-    per_order = constants.heads_per_ngram
     mixed = current * constants.multipliers[0]
     barrier = np.zeros(current.shape, dtype=np.bool_)
-    rows = np.empty((*current.shape, len(constants.sizes)), dtype=np.int64)
+    hashes = np.empty((*current.shape, before, 1), dtype=np.int64)
     for distance in range(1, before + 1):
         older = history[..., before - distance : before - distance + length]
-        barrier = barrier | (older == eos)
+        barrier |= older == eos
         mixed = mixed ^ (np.where(barrier, eos, older) * constants.multipliers[distance])
-        heads = slice((distance - 1) * per_order, distance * per_order)
-        sizes = np.array(constants.sizes[heads], dtype=np.int64)
-        rows[..., heads] = mixed[..., None] % sizes + np.array(constants.offsets[heads])
-    return rows
+        hashes[..., distance - 1, 0] = mixed
+    sizes, offsets = constants.heads
+    rows = hashes % sizes
+    rows += offsets
+    return rows.reshape(*current.shape, sizes.size)
 
 
 def next_context(tokens: npt.ArrayLike, ngram_size: int, context: npt.ArrayLike) -> Int64:

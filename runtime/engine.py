@@ -21,7 +21,7 @@ from runtime.contract import (
 )
 from runtime.executors import EXECUTOR, Executor
 from runtime.executors.select import open_executor
-from runtime.host_inputs import HostInput, open_host_inputs
+from runtime.host_inputs import HostInput, open_host_inputs, preload_tables
 from runtime.rows import Row
 
 
@@ -55,7 +55,14 @@ class Engine:
         self._in_use = threading.Lock()
 
     @classmethod
-    def load(cls, engine_dir: str | Path, executor: str = "auto", device: str = "auto") -> Engine:
+    def load(
+        cls,
+        engine_dir: str | Path,
+        executor: str = "auto",
+        device: str = "auto",
+        *,
+        preload: bool = False,
+    ) -> Engine:
         """Open `engine_dir` after comparing it with its files and with this machine.
 
         Args:
@@ -63,6 +70,8 @@ class Engine:
             executor: "auto" (TensorRT where this machine can run the engines), "tensorrt" or
                 "interpreter".
             device: "auto", "cpu", "cuda" or "cuda:N".
+            preload: whether to bring tables of host inputs into memory where they fit. It takes
+                as long as reading them; a notice says what was done. Else rows are read on demand.
 
         Raises InputError when the directory is not what was built, CapabilityError when the
         machine cannot run it as asked, UsageError for unknown names.
@@ -72,7 +81,8 @@ class Engine:
         check_files(config, path)
         opened = open_executor(config, path, executor, device)
         hosts = open_host_inputs(config, path)
-        return cls(config, opened.executor, hosts, opened.reason, path, opened.notices)
+        notices = (*opened.notices, *(preload_tables(hosts) if preload else ()))
+        return cls(config, opened.executor, hosts, opened.reason, path, notices)
 
     @property
     def slots(self) -> int:

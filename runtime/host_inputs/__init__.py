@@ -47,6 +47,11 @@ class HostInput(Protocol):
         """
 
 
+def preload_tables(inputs: Sequence[HostInput]) -> list[str]:
+    """Bring tables into memory where they fit; per table one line that says what was done."""
+    return [host.preload() for host in inputs if isinstance(host, NgramGather)]
+
+
 def open_host_inputs(config: EngineConfig, engine_dir: Path) -> list[HostInput]:
     """The host inputs of an engine directory. Raises InputError when a table does not fit."""
     entry = config.engines["context"]

@@ -1,8 +1,9 @@
 """Rows of the hashed n-gram table, gathered from the weights file per call.
 
-The table of a released checkpoint is larger than the memory of most machines, so it is mapped and
-never read as a whole: a call touches the pages of the rows that its tokens name. The rows depend on
-token ids alone, hence nothing is carried between calls but the few ids before a chunk.
+The table of a released checkpoint may be larger than the memory of the machine, so it is mapped: a
+call touches the pages of the rows that its tokens name. Servers bring all of it into memory where
+it fits. The rows depend on token ids alone, hence nothing is carried between calls but the few ids
+before a chunk.
 """
 
 from __future__ import annotations
@@ -88,10 +89,14 @@ class NgramGather:
             self._prefetch([row for row in rows if row is not None])
         return result
 
+    def preload(self) -> str:
+        """Bring the table into memory where it fits; one line that says what was done."""
+        return self._table.preload()
+
     def _gather(self, wanted: Int64, out: torch.Tensor) -> None:
         """Rows int64 [n] to `out` [n, row width]."""
         ordered = np.sort(wanted)
-        if len(ordered) < 2 or (ordered[1:] != ordered[:-1]).all():
+        if (ordered[1:] != ordered[:-1]).all():
             self._table.gather(wanted, out)
             return
         distinct, inverse = np.unique(wanted, return_inverse=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,19 @@ import torch
 
 from plugins.support.dtypes import BY_NAME, COMPUTE_DTYPES
 from plugins.support.errors import InputError
+from plugins.support.progress import Reporter, progress
+from runtime.host_inputs.preload import LONGEST_S, Loaded, available_bytes, fits, preload
 from runtime.identity import read_header
 
 Int64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[Any]
 
-# Rows that are decoded at a time: all buffers together stay in the second-level cache.
-_STRIP = 256
+# Rows that are fetched at a time, and that are decoded at a time: what is decoded and its buffers
+# stay in the second-level cache.
+_FETCH, _STRIP = 1024, 256
 # Rows after which to ask whether the disk was waited for: at first, and then.
 _PROBE, _PIECE = 16, 128
-# So many rows from memory take a tenth of this, reads from disk more.
+# A piece from memory takes a tenth of this, reads from disk more.
 _WAITED_NS = 200_000
 _NVFP4_BLOCK = 16
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -44,6 +47,7 @@ class MappedTable:
         rows, width: of the tensor.
         dtype: of its elements.
         row_bytes: bytes of a row.
+        nbytes: bytes of all rows.
 
     Raises InputError when the tensor is missing, not two-dimensional or of unknown dtype.
     """
@@ -60,13 +64,22 @@ class MappedTable:
         self.rows, self.width = stored.shape
         self.dtype = BY_NAME[stored.dtype]
         self.row_bytes = self.dtype.nbytes(self.width)
+        self.nbytes = self.rows * self.row_bytes
         self._begin = stored.begin
+        self._path = path
+        self._preloaded = False
         self._file = path.open("rb")
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         # Rows are a few hundred bytes at random places: reading ahead would multiply the traffic.
         self._map.madvise(mmap.MADV_RANDOM)
-        flat = np.frombuffer(self._map, np.uint8, self.rows * self.row_bytes, offset=self._begin)
+        flat = np.frombuffer(self._map, np.uint8, self.nbytes, offset=self._begin)
         self._bytes = flat.reshape(self.rows, self.row_bytes)
+
+    def preload(self, reporter: Reporter, deadline: float) -> Loaded:
+        """Bring the whole table into memory, see `runtime.host_inputs.preload.preload`."""
+        loaded = preload(self._path, self._map, self._begin, self.nbytes, reporter, deadline)
+        self._preloaded = loaded.bytes == self.nbytes
+        return loaded
 
     def gather(self, rows: Int64, out: Bytes, *, probe: bool = True) -> bool:
         """Copy rows to `out`, uint8 [n, row_bytes].
@@ -81,12 +94,16 @@ class MappedTable:
             together, so that their reads ran side by side instead of one after the other.
         """
         done, count, waited = 0, _PROBE if probe else _PIECE, False
+        if self._preloaded:
+            # Asking costs as much as the rows of a small piece.
+            count = len(rows)
         while done < len(rows):
             piece = slice(done, done + count)
-            start = perf_counter_ns()
+            start = time.perf_counter_ns()
             self._bytes.take(rows[piece], axis=0, out=out[piece], mode="clip")
             done, count = done + count, _PIECE
-            if not waited and perf_counter_ns() - start > _WAITED_NS:
+            limit = _WAITED_NS * max(1, len(out[piece]) // _PIECE)
+            if not waited and time.perf_counter_ns() - start > limit:
                 waited, count = True, len(rows)
                 self.request(rows[done:])
         return waited
@@ -151,7 +168,7 @@ class StoredTable:
             )
         self._parts = [self._codes] if self._blocks is None else [self._codes, self._blocks]
         # Used again by every call: fresh memory costs more than the work done in it.
-        self._buffers = [np.empty((_STRIP, part.row_bytes), np.uint8) for part in self._parts]
+        self._buffers = [np.empty((_FETCH, part.row_bytes), np.uint8) for part in self._parts]
         self._lookups = self._new_lookups()
 
     def _new_lookups(self) -> tuple[Bytes, ...]:
@@ -166,40 +183,56 @@ class StoredTable:
         spread = np.empty((_STRIP, self._blocks.width), _SPREAD.dtype)
         return places, scales, spread, np.empty((_STRIP, count), np.uint16)
 
+    def preload(self) -> str:
+        """Bring the table into memory where it fits; one line that says what was done."""
+        size = sum(part.nbytes for part in self._parts)
+        about = f"n-gram table of {size / 1e9:.1f} GB"
+        available = available_bytes()
+        if not fits(size, available):
+            memory = "an unknown amount" if available is None else f"{available / 1e9:.1f} GB"
+            return f"{about}: rows are read on demand, {memory} of memory is available"
+        deadline = time.monotonic() + LONGEST_S
+        with progress("n-gram table", size, "bytes") as reporter:
+            loaded = [part.preload(reporter, deadline) for part in self._parts]
+        done, huge = (sum(getattr(p, name) for p in loaded) for name in ("bytes", "huge"))
+        rest = "" if done == size else f"; the rest is read on demand, {LONGEST_S:.0f} s are over"
+        return f"{about}: {done / 1e9:.1f} GB in memory, {huge / 1e9:.1f} GB in huge pages{rest}"
+
     def gather(self, rows: Int64, out: torch.Tensor) -> None:
         """Write rows by number, int64 [n], to `out`, contiguous [n, width] of type `dtype`."""
         target = out.view(torch.uint8).numpy()
         direct = self._codes.dtype.torch == self.dtype
         requested = False
-        for first in range(0, len(rows), _STRIP):
-            strip = rows[first : first + _STRIP]
-            into = target[first : first + _STRIP]
-            fetched = [buffer[: len(strip)] for buffer in self._buffers]
-            if direct:
-                fetched[0] = into
+        for first in range(0, len(rows), _FETCH):
+            piece = rows[first : first + _FETCH]
+            into = target[first : first + _FETCH]
+            fetched = [into] if direct else [buffer[: len(piece)] for buffer in self._buffers]
             waited = False
             for part, buffer in zip(self._parts, fetched, strict=True):
                 if waited and not requested:
-                    part.request(strip)
-                waited |= part.gather(strip, buffer, probe=first == 0)
+                    part.request(piece)
+                waited |= part.gather(piece, buffer, probe=first == 0)
             if waited and not requested:
                 # What comes later is not there either: have it read while this is decoded.
                 requested = True
                 for part in self._parts:
-                    part.request(rows[first + _STRIP :])
+                    part.request(rows[first + _FETCH :])
             if self._values is not None:
-                self._look_up(fetched, into.view(self._values.dtype))
+                values = into.view(self._values.dtype)
+                for start in range(0, len(piece), _STRIP):
+                    strip = slice(start, start + _STRIP)
+                    self._look_up([buffer[strip] for buffer in fetched], values[strip])
             elif not direct:
                 plain = torch.from_numpy(fetched[0]).view(self._codes.dtype.torch)
-                out[first : first + _STRIP].copy_(plain)
+                out[first : first + _FETCH].copy_(plain)
 
     def prefetch(self, rows: Int64) -> None:
         """Read rows so that a later `gather` finds them in memory. From any one thread."""
         for part in self._parts:
-            scratch = np.empty((_STRIP, part.row_bytes), np.uint8)
-            for first in range(0, len(rows), _STRIP):
-                strip = rows[first : first + _STRIP]
-                part.gather(strip, scratch[: len(strip)], probe=first == 0)
+            scratch = np.empty((_FETCH, part.row_bytes), np.uint8)
+            for first in range(0, len(rows), _FETCH):
+                piece = rows[first : first + _FETCH]
+                part.gather(piece, scratch[: len(piece)], probe=first == 0)
 
     def _look_up(self, fetched: list[Bytes], out: Bytes) -> None:
         assert self._values is not None

@@ -33,7 +33,7 @@ class EngineGenerator:
     """Runs calls on one session. Raises what `Engine.load` raises."""
 
     def __init__(self, engine_dir: Path, executor: str, device: str, max_queue: int) -> None:
-        self._engine = Engine.load(engine_dir, executor=executor, device=device)
+        self._engine = Engine.load(engine_dir, executor=executor, device=device, preload=True)
         for line in self._engine.notices:
             LOG.info(line)
         hears = "audio" in self._engine.config.engines
