@@ -84,6 +84,7 @@ REQUEST: tuple[Field, ...] = (
     _same("language", "STRING"),
     _same("delay_ms", "INT32"),
     _same("task", "STRING"),
+    _same("enable_chunked_processing", "BOOL"),
     _same("include_stop_str_in_output", "BOOL"),
     _same("skip_special_tokens", "BOOL"),
     Field("num_return_sequences", "INT32", tensorrt_llm="num_return_sequences"),

@@ -35,6 +35,8 @@ from triton_repo.server import TritonServer, probe, running
 MODELS = ("tensorrt_llm_bls", "ensemble")
 both = pytest.mark.parametrize("model", MODELS)
 KNOWN = known_continuations()
+# Tokens that the engine takes at once.
+WINDOW = 256
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +220,29 @@ def test_embeddings_come_in_batches_and_on_streams(server: TritonServer, model: 
     assert both_rows.shape == (2, len(alone[0]))
     for row, vector in zip(both_rows, alone, strict=True):
         assert row == pytest.approx(vector, abs=1e-3)
+
+
+def test_a_text_longer_than_the_engine_is_embedded_in_chunks(
+    server: TritonServer, trained_checkpoint: Path
+) -> None:
+    oracle = Oracle(trained_checkpoint, "bfloat16")
+    text = " ".join(known.prompt + known.continuation for known in KNOWN)
+    ids = load_tokenizer(trained_checkpoint).encode(text, False, False).ids[: 2 * WINDOW + 50]
+    body = {"input_ids": ids, "task": "embed", "enable_chunked_processing": True}
+    without = {"input_ids": ids, "task": "embed"}
+    assert refused(server, without).startswith("text_input: ")
+    answer = ok(server, body | {"return_num_input_tokens": True})
+    assert answer["num_input_tokens"] == len(ids)
+    parts = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+    assert [len(part) for part in parts] == [WINDOW, WINDOW, 50]
+    means = [oracle.run(part)["final_hidden"].mean(0) for part in parts]
+    units = torch.stack([mean / mean.norm() for mean in means])
+    weights = torch.tensor([float(len(part)) for part in parts])
+    want = (units * weights[:, None]).sum(0)
+    found = torch.tensor(answer["embedding"])
+    assert float(found.norm()) == pytest.approx(1.0, abs=1e-5)
+    assert float(torch.cosine_similarity(found, want, dim=0)) > 0.999
+    assert float(torch.cosine_similarity(found, means[-1], dim=0)) < 0.999
 
 
 def test_self_test(server: TritonServer) -> None:

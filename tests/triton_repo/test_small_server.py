@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 
 from tests.triton_repo.clients import ok, refused, wait_for
 from tests.triton_repo.tables import rows
 from tests.triton_repo.test_pipeline import ID_TO_CHARACTER
+from triton_repo.frontend.salt import block_keys, cache_salt_id
 from triton_repo.generate import RepositoryOptions, write_repository
+from triton_repo.generation.echo import BLOCK_SIZE
 from triton_repo.generation.metrics import PREFIX
 from triton_repo.server import Ports, TritonServer, probe, running
 
@@ -131,6 +134,31 @@ def test_truncate_then_pad(server: TritonServer, model: str, row: dict[str, Any]
         if body["task"] == "embed":
             alone = {"input_ids": kept, "task": "embed", "padding": "do_not_pad"}
             assert answer["embedding"] == ok(server, alone, model)["embedding"]
+
+
+@both
+def test_a_long_text_is_embedded_in_chunks(server: TritonServer, model: str) -> None:
+    body = {"input_ids": [10, 11, 12, 13, 14] * 4, "task": "embed", "cache_salt": "a"}
+    assert refused(server, body, model).startswith("text_input: ")
+    answer = ok(server, body | {"enable_chunked_processing": True}, model)
+    parts = [body["input_ids"][start : start + CONTEXT] for start in (0, 8, 16)]
+    # S12: every chunk is looked up under the salt of the request.
+    salted = [key for part in parts for key in block_keys(part, BLOCK_SIZE, cache_salt_id("a"))]
+    assert answer["ECHO_BLOCK_KEYS"] == salted
+    assert not set(salted) & {k for part in parts for k in block_keys(part, BLOCK_SIZE, None)}
+    alone = [
+        ok(server, {"input_ids": p, "task": "embed", "padding": "false"}, model)["embedding"]
+        for p in parts
+    ]
+    mean = np.average(alone, axis=0, weights=[8, 8, 4])
+    assert answer["embedding"] == pytest.approx(mean / np.linalg.norm(mean), abs=1e-6)
+    equal = np.average(alone, axis=0)
+    assert answer["embedding"] != pytest.approx(equal / np.linalg.norm(equal), abs=1e-3)
+    # Twice the same: nothing of it is new. Another salt: everything is.
+    again = body | {"enable_chunked_processing": True}
+    assert ok(server, again, model)["kv_cache_reused_blocks"] == len(salted)
+    fresh = again | {"cache_salt": f"b {model}"}
+    assert ok(server, fresh, model)["kv_cache_reused_blocks"] == 0
 
 
 @both

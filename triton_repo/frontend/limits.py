@@ -15,6 +15,8 @@ Side = Literal["left", "right"]
 T = TypeVar("T")
 Offset = tuple[int, int]
 
+# Most chunks of a prompt that is embedded in chunks.
+MAX_CHUNKS = 64
 # What a padded position holds in each parallel array.
 PAD_VALUES: dict[str, Any] = {
     "offsets": (0, 0),
@@ -33,11 +35,13 @@ class Limits:
         context: the context length; None when unknown.
         output: tokens the request may generate; 0 for pooling, None for "as many as fit".
         prompt: longest prompt, where that is less than the context; None for no such limit.
+        chunked: whether a longer prompt is taken in chunks; only without output.
     """
 
     context: int | None
     output: int | None = 0
     prompt: int | None = None
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         if self.context is not None and self.output is not None and self.output > self.context:
@@ -47,6 +51,18 @@ class Limits:
                 expected=f"at most {self.context}",
                 found=self.output,
             )
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of the longest prompt that the model takes at once; None when unknown."""
+        return min((n for n in (self.context, self.prompt) if n is not None), default=None)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest input, in as many chunks as are allowed; None when unknown."""
+        if not self.chunked:
+            return self.context
+        return None if self.window is None else self.window * MAX_CHUNKS
 
     @property
     def open_truncation(self) -> int | None:
@@ -269,6 +285,16 @@ class Prompt:
 
     def check_length(self, limits: Limits) -> None:
         """Raise UsageError when the prompt is longer than allowed, or leaves no room for output."""
+        if limits.chunked and limits.longest is not None:
+            if self.real_length > limits.longest:
+                raise problem(
+                    "text_input",
+                    "the prompt is too long to be embedded in chunks",
+                    expected=f"at most {MAX_CHUNKS} chunks of {limits.window} tokens",
+                    found=f"{self.real_length} tokens",
+                )
+            if len(self.ids) == self.real_length:
+                return
         if limits.prompt is not None and self.real_length > limits.prompt:
             raise problem(
                 "text_input",

@@ -96,6 +96,7 @@ class MediaSpan:
 class Prepared:
     """One engine input. `prompt.arrays` holds `offsets` where there are any.
 
+    `window` is the size of the chunks in which a longer prompt is embedded; None where it is one.
     `features` are the spectrograms of a request with audio, float32 [chunks, mels, frames], or
     [1, mels, frames] of a stream.
     """
@@ -113,6 +114,7 @@ class Prepared:
     mm_views: dict[str, dict[str, Any]]
     media: list[MediaSpan]
     features: npt.NDArray[np.float32] | None = None
+    window: int | None = None
 
     @property
     def real_ids(self) -> list[int]:
@@ -184,6 +186,7 @@ def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -
         mm_views={m: view(mm_kwargs, m) if mm_kwargs else {} for m in chat.MODALITIES},
         media=spans,
         features=tokenised.features,
+        window=_window(prompt, spans, limits),
     )
 
 
@@ -201,6 +204,16 @@ def prepare_live(request: Row, server: FrontEnd) -> tuple[Prepared, LiveAudio]:
         raise problem("truncate_prompt_tokens", "a stream cannot be cut")
     ids, audio = server.audio.live(row.get("delay_ms"))
     return _prepared(row, server, _Tokenised(Encoding(ids, None, (0, 0)), [], [])), audio
+
+
+def _window(prompt: Prompt, spans: Sequence[MediaSpan], limits: Limits) -> int | None:
+    """The size of chunks, where the prompt does not fit without."""
+    window = limits.window if limits.chunked else None
+    if window is None or prompt.real_length <= window:
+        return None
+    if spans:
+        raise problem("enable_chunked_processing", "cannot cut a prompt with media into chunks")
+    return window
 
 
 def _stop_ids(
@@ -249,7 +262,12 @@ def _options(row: Row, server: FrontEnd) -> tuple[str, Limits, TokenizeOptions]:
             found=row["min_tokens"],
         )  # fmt: skip
     output = 0 if task == "embed" else max_tokens
-    limits = Limits(server.context, output, server.max_prompt)
+    chunked = bool(row.get("enable_chunked_processing", False))
+    if chunked and task != "embed":
+        raise problem(
+            "enable_chunked_processing", "is for embeddings", expected="task embed", found=task
+        )
+    limits = Limits(server.context, output, server.max_prompt, chunked)
     max_length = row.get("max_length")
     if max_length is not None and max_length < 1:
         raise problem("max_length", "is out of range", expected=">= 1", found=max_length)
@@ -416,8 +434,8 @@ def _tokenise_text(
     """Steps 3 to 6 for one text."""
     # 3. A text that cannot fit is refused, or cut, before the tokenizer spends time on it.
     cut_left = 0
-    if limits.context is not None:
-        longest = limits.context * server.tokenizer.max_chars_per_token
+    if limits.longest is not None:
+        longest = limits.longest * server.tokenizer.max_chars_per_token
         if len(text) > longest:
             if options.truncate is None:
                 raise problem(

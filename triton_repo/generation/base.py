@@ -33,6 +33,7 @@ class GenerationCall:
         text: stop strings and what belongs into the text.
         cache_salt_id: 64-bit salt of cache keys; None for none.
         task: "generate", "transcribe" or "embed".
+        window: tokens of the chunks in which a longer prompt is embedded; None: it is one.
         media: placeholder spans with their content keys.
         features: spectrograms that belong to the prompt, float32 [chunks, mels, frames], or
             [1, mels, frames] of a whole stream; None without audio.
@@ -49,6 +50,7 @@ class GenerationCall:
     text: TextOptions = field(default_factory=TextOptions)
     cache_salt_id: int | None = None
     task: str = "generate"
+    window: int | None = None
     media: list[MediaSpan] = field(default_factory=list)
     echo: dict[str, Any] = field(default_factory=dict)
     features: Features | None = field(default=None, compare=False)
@@ -164,6 +166,7 @@ class RequestState(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     task: Literal["generate", "transcribe", "embed"] = "generate"
+    window: int | None = Field(default=None, ge=1)
     features_shape: tuple[int, int, int] | None = None
     end_ids: tuple[int, ...] | None = None
     text: TextState = TextState()
@@ -192,6 +195,8 @@ class RequestState(BaseModel):
         state: dict[str, Any] = {"end_ids": prepared.end_ids}
         if prepared.task != "generate":
             state["task"] = prepared.task
+        if prepared.window is not None:
+            state["window"] = prepared.window
         if RequestState._text(text):
             state["text"] = RequestState._text(text)
         if any(prepared.mm_views.values()):
@@ -234,6 +239,7 @@ def call_from_prepared(prepared: Prepared, echo: dict[str, Any] | None) -> Gener
         text=prepared.text,
         cache_salt_id=prepared.cache_salt_id,
         task=prepared.task,
+        window=prepared.window,
         media=prepared.media,
         features=prepared.features,
         echo={} if echo is None else echo | received(prepared),

@@ -20,6 +20,7 @@ from triton_repo.generation.base import (
     GenerationEvent,
     Generator,
 )
+from triton_repo.generation.chunks import submit_chunks
 from triton_repo.generation.metrics import Metrics
 
 LOG = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class GenerationService:
         if call.text.stop_words and self._tokenizer is not None:
             running.text = OutputText(self._tokenizer, call.prompt_ids, call.text)
         try:
-            cancel = self._generator.submit(call, lambda event: self._on_event(number, event))
+            cancel = self._start(call, lambda event: self._on_event(number, event))
         except ToolchainError as error:
             self._on_event(number, GenerationEvent(error=(error_kind(error), one_line(error))))
             return number
@@ -94,6 +95,11 @@ class GenerationService:
             cancel()
         self._set_gauges()
         return number
+
+    def _start(self, call: GenerationCall, deliver: Deliver) -> Callable[[], None]:
+        if call.task == "embed" and call.window is not None:
+            return submit_chunks(self._generator, call, deliver)
+        return self._generator.submit(call, deliver)
 
     def cancel(self, number: int) -> None:
         """End one sequence; without effect when it has ended."""

@@ -161,6 +161,7 @@ class TensorrtLlm:
             text=TextOptions(**state.text.model_dump(), end_ids=end_ids),
             cache_salt_id=row.get("cache_salt_id"),
             task=state.task,
+            window=state.window,
             media=[MediaSpan(**span.model_dump()) for span in state.media],
             features=features,
             echo=self._echo(row, state) if self._parameters.generation == "echo" else {},
