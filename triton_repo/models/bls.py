@@ -1,7 +1,7 @@
 """`tensorrt_llm_bls`: the whole way from a request to text in one model.
 
-Unlike the ensemble it can be cancelled before its first token: from a gRPC client at any time, from an
-HTTP client when the next token finds the connection closed.
+Unlike the ensemble it can be cancelled at any time over gRPC; over HTTP the next token of a stream
+finds the connection closed.
 """
 
 from __future__ import annotations
