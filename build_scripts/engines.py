@@ -24,6 +24,7 @@ from plugins.support.errors import CapabilityError, UsageError
 from plugins.support.progress import progress
 from plugins.trt.backend import load_backend
 from plugins.trt.builder import Plan, build_serialized, fingerprint
+from plugins.trt.capability import Capability, supports
 from plugins.trt.network import Network
 from plugins.trt.progress import BUILD_STEPS
 from plugins.trt.weights import SafetensorsSource, WeightPolicy
@@ -194,12 +195,7 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     attention.require(phases, choice)
     capability = backend.capability(request.targets, (config.dtype, "float32"))
     if config.quantization.kv_cache_quant_algo is not None:
-        if not capability.has_plugins:
-            raise kv_cache.refusal(
-                "TensorRT updates a cache in place only in float32, float16 and bfloat16, and "
-                f"{backend.flavor} has no plugin layers that would"
-            )
-        capability.check_dtypes(("float8_e4m3fn",))
+        _require_fp8_caches(capability)
     weights = ckpt_dir / contract.weights_file()
     source, identity = SafetensorsSource(weights), weights_identity(weights)
     output.say(
@@ -259,6 +255,17 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
         # What is published must be what `run` and `serve` accept.
         contract.check_files(contract.read_config(work), work)
     return Result(engine_dir, engine_config, limits, plans)
+
+
+def _require_fp8_caches(capability: Capability) -> None:
+    if not capability.has_plugins:
+        raise kv_cache.refusal(
+            "TensorRT updates a cache in place only in float32, float16 and bfloat16, and "
+            f"{capability.flavor} has no plugin layers that would"
+        )
+    for target in capability.targets:
+        if not supports(target, "float8_e4m3fn"):
+            raise kv_cache.refusal(f"compute capability {target} has no float8_e4m3fn")
 
 
 def _plugins(names: list[str]) -> tuple[contract.PluginEntry, ...]:

@@ -120,9 +120,12 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
     controls_module = importlib.import_module(f"converters.{family.name}.controls")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    # Plugin layers decide between equal block scores; the reference leaves that open.
+    decided = any(plugin.name.startswith("qsa::select") for plugin in config.plugins)
+    ties = {"lowest_id_wins": True} if decided else {}
     output.say(f"loading the reference from {hf_dir}")
     with open_reference(engine_dir, config, checkpoint_config, hf_dir) as source:
-        opened = oracle_module.Oracle(source.directory, source.dtype)
+        opened = oracle_module.Oracle(source.directory, source.dtype, **ties)
         drafting = (
             DRAFT_REFERENCE.require(
                 oracle_module.DraftOracle(source.directory, opened, source.dtype)
@@ -135,7 +138,7 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
     ids = oracle.sample_ids(min(config.build_config.max_seq_len, SAMPLE_TOKENS))
     quantised = None
     if source.decoded and is_plain(hf_dir):
-        original = oracle_module.Oracle(hf_dir, pretrained["dtype"]).run(ids)
+        original = oracle_module.Oracle(hf_dir, pretrained["dtype"], **ties).run(ids)
         quantised = logits_score(oracle.run(ids)[LOGITS], original[LOGITS])
     split = max(1, min(len(ids) - GENERATION_TOKENS, config.build_config.max_input_len))
     reference = oracle.run(ids)

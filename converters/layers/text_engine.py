@@ -141,7 +141,7 @@ class TextEngine:
         the checkpoint declares FP8 caches.
         """
         if self._fp8_caches:
-            raise kv_cache.refusal("TensorRT's own layer updates it, which takes no FP8")
+            raise kv_cache.refusal("TensorRT's own layer updates them, and takes no FP8")
         _, heads, _, width = self.net.shape(update)
         cache = self.cache_input(name, heads, width, rows)
         return self.net.kv_cache_update(cache, update, row)
