@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from converters.checkpoint.config import TOKENIZER_DIR, WEIGHTS_FILE
 from converters.checkpoint.disk import require_space
@@ -391,8 +391,8 @@ def _write_rest(
     work: Path, layout: HfLayout, index: dict[str, str], total: int, inline: dict[str, Any] | None
 ) -> None:
     if layout.constants:
-        save_file(dict(layout.constants), work / _CONSTANTS_FILE, metadata={"format": "pt"})
-        (work / _CONSTANTS_FILE).chmod(0o644)
+        data = save(dict(layout.constants), metadata={"format": "pt"})
+        (work / _CONSTANTS_FILE).write_bytes(data)
         index = index | dict.fromkeys(layout.constants, _CONSTANTS_FILE)
     config = layout.config if inline is None else {**layout.config, "quantization_config": inline}
     _write_json(work / "config.json", config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from plugins.support.atomic import refuse_existing
 from plugins.support.errors import InputError, ToolchainError, UsageError
 
 _JOURNAL = "journal"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -40,11 +43,11 @@ def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Par
 
     The work directory outlives a kill, an interrupt and a full disk. The next call with the same
     fingerprint continues in it, one with another fingerprint starts anew. It is removed after any
-    other error. Marks of a process that was killed are trusted only until the machine restarts,
-    because written pages survive the process but not the machine.
+    other ToolchainError. Marks of a process that was killed are trusted only until the machine
+    restarts, because written pages survive the process but not the machine.
 
     Raises UsageError when `path` exists or another process is writing it, InputError when it
-    cannot be created.
+    cannot be created or the disk gets full.
     """
     refuse_existing(path, what)
     work = work_directory(path)
@@ -72,6 +75,17 @@ def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Par
         except ToolchainError:
             shutil.rmtree(work, ignore_errors=True)
             raise
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise InputError(
+                f"the {what} is not finished: {os.strerror(error.errno)}",
+                where=str(path),
+                found=f"{shutil.disk_usage(work).free / 1e9:.2f} GB free; what is done is kept in "
+                f"{work}",
+                fix="free space and give the same command again, which continues there; "
+                "or remove that directory",
+            ) from error
         (work / _JOURNAL).unlink()
         if path.is_dir():
             path.rmdir()

@@ -101,7 +101,7 @@ class Segment:
 class OutputFile:
     """The weight file, open for writing at any place.
 
-    A new file gets its header and full size at once, so a full disk shows before the work.
+    A new file gets its header and all its space at once, so a full disk shows before the work.
     """
 
     def __init__(self, path: Path, outputs: Sequence[Output]) -> None:
@@ -111,8 +111,17 @@ class OutputFile:
         size = offsets[-1] + outputs[-1].nbytes if outputs else len(header)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if os.fstat(self._fd).st_size != size:
+            self._reserve(size)
             os.pwrite(self._fd, header, 0)
-            os.ftruncate(self._fd, size)
+
+    def _reserve(self, size: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError:
+            # What could be had is of no use, and others may need it.
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            raise
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         """Write contiguous values at element `start` of a tensor."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 from converters.checkpoint import convert as convert_module
 from converters.checkpoint.config import WEIGHTS_FILE
 from converters.checkpoint.convert import convert, execute, plan_conversion
-from converters.checkpoint.export_hf import export_hf
+from converters.checkpoint.export_hf import export_hf, plan_export
+from converters.checkpoint.partial import Partial
 from plugins.support.errors import InputError
 from tests.converters.qwen38.conftest import Bend
 from tests.converters.qwen38.test_conversion import KILLED_RUN
@@ -38,6 +41,62 @@ def test_change_between_the_content_samples_is_noticed(
     with pytest.raises(InputError, match="changed while it was converted"):
         execute(plan, tmp_path / "ckpt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def _flip_the_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _replace(path: Path) -> None:
+    """Another file of the same bytes takes its name."""
+    path.with_suffix(".new").write_bytes(path.read_bytes())
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_flip_the_last_byte, "changed while it was exported"),
+        (_replace, "changed while it was exported"),
+        (_shorten, "became shorter while it was read"),
+        (lambda path: None, None),
+    ],
+)
+def test_export_whose_source_changes_meanwhile(
+    change: Callable[[Path], None],
+    message: str | None,
+    bend: Bend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The change comes when half of the tensors are written; without one the export is whole."""
+    ckpt = tmp_path / "ckpt"
+    convert(bend.directory, ckpt)
+    tasks = sum(len(group) for group in plan_export(ckpt, tmp_path / "out").groups)
+    marks: list[int] = []
+    mark = Partial.mark
+
+    def changing(partial: Partial, task: int) -> None:
+        mark(partial, task)
+        marks.append(task)
+        if len(marks) == tasks // 2:
+            change(ckpt / WEIGHTS_FILE)
+
+    monkeypatch.setattr(Partial, "mark", changing)
+    if message is None:
+        export_hf(ckpt, tmp_path / "out", workers=1)
+        assert len(marks) == tasks
+        return
+    with pytest.raises(InputError, match=message) as caught:
+        export_hf(ckpt, tmp_path / "out", workers=1)
+    assert str(ckpt / WEIGHTS_FILE) in str(caught.value.where)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "hf"]
 
 
 KILLED_AT_THE_END = """
