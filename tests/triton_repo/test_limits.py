@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +193,47 @@ def test_the_longest_prompt_may_be_shorter_than_the_context() -> None:
     Prompt([1] * 4).check_length(limits)
     with pytest.raises(UsageError, match="at most 4 tokens"):
         Prompt([1] * 5).check_length(limits)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "side", "target"),
+    [("abcdef", None, None, 10), ("abcdef", 5, "left", 5), ("ab", 6, None, 6),
+     ("abcdef", 4, None, 9)],
+)  # fmt: skip
+def test_as_transformers_cuts_and_pads(
+    character_tokenizer: Path, text: str, limit: int | None, side: str | None, target: int
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(character_tokenizer))
+    theirs.truncation_side = side or "right"
+    full = theirs(text, return_offsets_mapping=True)
+    cut = theirs(
+        text, truncation=limit is not None, max_length=limit, return_offsets_mapping=True,
+        return_attention_mask=True,
+    )  # fmt: skip
+    want = theirs.pad(cut, padding="max_length", max_length=target)
+    offsets = [tuple(pair) for pair in full["offset_mapping"]]
+    # Without a side of the request's own special tokens stay, as in transformers.
+    selection = select(
+        len(full["input_ids"]),
+        TokenizeOptions(truncate=limit),
+        side or "right",
+        Limits(100),
+        (1, 1),
+    )
+    prompt = Prompt(full["input_ids"], {"offsets": offsets}).truncated(selection)
+    prompt = prompt.padded(target, theirs.pad_token_id, Limits(100))
+    assert prompt.ids == want["input_ids"]
+    assert prompt.attention_mask == want["attention_mask"]
+    mapping = [tuple(pair) for pair in cut["offset_mapping"]]
+    assert prompt.arrays["offsets"] == mapping + [(0, 0)] * (target - len(mapping))
+
+
+def test_padding_without_a_pad_token_or_a_context() -> None:
+    with pytest.raises(UsageError, match="needs a pad token"):
+        Prompt([1, 2]).padded(4, None, Limits(8))
+    with pytest.raises(UsageError, match="needs a context length"):
+        Prompt([1, 2]).padded(-1, 0, Limits(None))
+    # Where nothing is missing nothing is needed.
+    assert Prompt([1, 2]).padded(2, None, Limits(8)).ids == [1, 2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypedDict
 
 import pytest
 
@@ -131,3 +132,73 @@ def test_media_key_depends_on_own_options_only() -> None:
     assert key("image", base) != key("image", image)
     assert key("image", base) != key("video", base)
     assert media_key("image", b"x", {}) != media_key("image", b"y", {})
+
+
+def transformers_kwargs(**kwargs: Any) -> dict[str, Any]:
+    """What transformers makes of the options of a call, per modality; empty ones left out."""
+    from transformers.processing_utils import ProcessingKwargs, ProcessorMixin
+
+    class Accepted(TypedDict):
+        max_pixels: int
+
+    class Processor(ProcessorMixin):
+        image_processor = video_processor = SimpleNamespace(valid_kwargs=Accepted)
+
+    merged = object.__new__(Processor)._merge_kwargs(ProcessingKwargs, {}, **kwargs)
+    return {scope: values for scope, values in merged.items() if values}
+
+
+SIZE, OTHER = {"longest_edge": 1}, {"longest_edge": 2}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "result"),
+    [
+        ({"size": SIZE}, {"images_kwargs": {"size": SIZE}, "videos_kwargs": {"size": SIZE}}),
+        ({"videos_kwargs": {"size": SIZE}}, {"videos_kwargs": {"size": SIZE}}),
+        ({"size": SIZE, "videos_kwargs": {"size": OTHER}}, ValueError),
+        ({"size": SIZE, "videos_kwargs": {"size": SIZE}}, ValueError),
+        (
+            {"fps": 2, "videos_kwargs": {"num_frames": 4}},
+            {"videos_kwargs": {"fps": 2, "num_frames": 4}},
+        ),
+        ({"videos_kwargs": {}}, {}),
+        ({"videos_kwargs": None}, AttributeError),
+        ({"videos_kwargs": "x"}, AttributeError),
+        ({"unknown_key": 3}, {}),
+        (
+            {"return_tensors": "pt", "text_kwargs": {"padding": True}},
+            {
+                "text_kwargs": {"return_tensors": "pt", "padding": True},
+                "images_kwargs": {"return_tensors": "pt"},
+                "videos_kwargs": {"return_tensors": "pt"},
+                "audio_kwargs": {"return_tensors": "pt"},
+            },
+        ),
+    ],
+)
+def test_how_transformers_reads_options(kwargs: dict[str, Any], result: Any) -> None:
+    """What `route` relies on."""
+    if isinstance(result, dict):
+        assert transformers_kwargs(**kwargs) == result
+    else:
+        with pytest.raises(result):
+            transformers_kwargs(**kwargs)
+
+
+@pytest.mark.parametrize("row", rows("merges"))
+def test_transformers_takes_what_was_routed(row: dict[str, Any]) -> None:
+    merged = row["merged"]
+    if not isinstance(row["routed"], str):
+        routed = route(merged, ACCEPTED)
+        if all(isinstance(v, dict) for k, v in routed.items() if k in ACCEPTED):
+            assert transformers_kwargs(**routed) == row["routed"]
+        else:
+            # A scope that is none is for the processor to refuse.
+            with pytest.raises(AttributeError):
+                transformers_kwargs(**routed)
+    scopes = [v for k, v in merged.items() if k in ACCEPTED and isinstance(v, dict)]
+    if any(key in scope for scope in scopes for key in merged):
+        # Negative control: what was merged and not routed is refused.
+        with pytest.raises(ValueError, match="two times"):
+            transformers_kwargs(**merged)

@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from plugins.support.errors import UsageError
 from tests.triton_repo.conftest import CHARACTER_IDS
 from tests.triton_repo.tables import rows
 from triton_repo.frontend.chat import ChatTemplate
 from triton_repo.frontend.pipeline import FrontEnd, Prepared, prepare
-from triton_repo.frontend.tokenizer import ByteTokenizer, Tokenizer, open_with_transformers
+from triton_repo.frontend.tokenizer import (
+    ByteTokenizer,
+    SlowTokenizer,
+    Tokenizer,
+    open_with_transformers,
+)
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 ID_TO_CHARACTER = {i: c for c, i in CHARACTER_IDS.items()} | {1: "[", 2: "]"}
@@ -266,3 +274,67 @@ def test_request_options_need_trust() -> None:
     row = {"text_input": "a", "mm_processor_kwargs": '{"fps": 1}'}
     assert refused(row, server).where == "mm_processor_kwargs"
     assert run(row).mm_views["video"]["fps"] == 1
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_begin_token_once_in_a_chat_with_images(character_tokenizer: Path, parts: bool) -> None:
+    tokenizer = open_with_transformers(character_tokenizer)
+    said = "{{ messages[0]['content'] }}"
+    if parts:
+        said = (
+            "{% for part in messages[0]['content'] %}"
+            "{{ '[UNK]' if part['type'] == 'image' else part['text'] }}{% endfor %}"
+        )
+    tokenizer.chat_template = "{{ cls_token }}" + said
+    server = front_end(100, tokenizer, placeholders={"image": "[UNK]"})
+    content = [
+        {"type": "text", "text": "ab"},
+        {"type": "image_url", "image_url": png(32, 32)},
+        {"type": "text", "text": "c"},
+    ]
+    prepared = run({"messages": json.dumps([{"role": "user", "content": content}])}, server)
+    assert prepared.prompt.ids == [1, 10, 11] + [3] * prepared.media[0].length + [12]
+    raw = run({"text_input": "ab", "image_bytes_input": [png_bytes()]}, server)
+    assert raw.prompt.ids.count(1) == 1
+
+
+def png_bytes() -> bytes:
+    return base64.b64decode(png(32, 32).partition(",")[2])
+
+
+def test_empty_prompts(character_tokenizer: Path, tmp_path: Path) -> None:
+    server = front_end(100, open_with_transformers(character_tokenizer))
+    # No text, but tokens: a prompt.
+    assert run({"text_input": ""}, server).prompt.ids == [1, 2]
+    bare = {"text_input": "", "add_special_tokens": False}
+    assert refused(bare, server).what == "the prompt has no tokens"
+    # Text, but no tokens: none.
+    blanks = RawTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    blanks.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=blanks).save_pretrained(str(tmp_path))
+    spaces = front_end(100, open_with_transformers(tmp_path))
+    assert refused({"text_input": "  "}, spaces).what == "the prompt has no tokens"
+    assert run({"text_input": " a "}, spaces).prompt.ids == [0]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_kind_of_truncation_on_every_path(path: str) -> None:
+    row, server = PATHS[path], front_end(1000)
+    whole = run(row, server).prompt.ids
+    assert run(row | {"truncate_prompt_tokens": -1}, server).prompt.ids == whole
+    for wrong in (-2, 1001):
+        error = refused(row | {"truncate_prompt_tokens": wrong}, server)
+        assert error.where == "truncate_prompt_tokens"
+    assert refused(row | {"truncation_side": "middle"}, server).where == "truncation_side"
+
+
+def test_a_slow_tokenizer_has_no_offsets(tmp_path: Path) -> None:
+    ByT5Tokenizer().save_pretrained(str(tmp_path))
+    tokenizer = open_with_transformers(tmp_path)
+    assert isinstance(tokenizer, SlowTokenizer)
+    server = front_end(100, tokenizer)
+    row = {"text_input": "abcdef", "add_special_tokens": False, "return_token_offsets": True}
+    cut = {"truncate_prompt_tokens": 3, "truncation_side": "left"}
+    prompt = run(row | cut, server).prompt
+    assert (tokenizer.decode(prompt.ids, True), prompt.arrays) == ("def", {})
+    assert "offsets" not in run(row, server).prompt.arrays

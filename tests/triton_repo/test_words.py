@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from plugins.support.errors import UsageError
 from triton_repo.frontend import words
-from triton_repo.frontend.tokenizer import ByteTokenizer
+from triton_repo.frontend.tokenizer import ByteTokenizer, open_with_transformers
 
 BYTES = ByteTokenizer()
 
@@ -57,3 +59,12 @@ def test_limits() -> None:
         words.check_words("stop_words", [str(i) for i in range(1000)])
     with pytest.raises(UsageError, match="too long"):
         words.check_words("stop_words", ["x" * 5000])
+
+
+def test_words_have_no_special_tokens(character_tokenizer: Path) -> None:
+    tokenizer = open_with_transformers(character_tokenizer)
+    assert tokenizer.encode("ab", True, False).ids == [1, 10, 11, 2]
+    assert words.stop_sequences(tokenizer, ["ab", "c"]) == [[10, 11], [12]]
+    banned = words.bad_sequences(tokenizer, ["ab"])
+    assert banned[0] == [10, 11]
+    assert not any(special in ids for ids in banned for special in (1, 2))

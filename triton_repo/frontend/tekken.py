@@ -23,8 +23,6 @@ class TekkenTokenizer:
     Raises InputError for a file that mistral-common cannot read.
     """
 
-    has_offsets = False
-
     def __init__(self, path: Path) -> None:
         from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
         from mistral_common.tokens.tokenizers.tekken import Tekkenizer

@@ -50,7 +50,6 @@ class Tokenizer(Protocol):
     pad_id: int | None
     truncation_side: str
     max_chars_per_token: int
-    has_offsets: bool
     chat_template: str | None
     special_tokens: dict[str, str]
 
@@ -80,7 +79,6 @@ class ByteTokenizer:
         self.pad_id: int | None = self.PAD
         self.truncation_side = "right"
         self.max_chars_per_token = 1
-        self.has_offsets = True
         self.chat_template: str | None = BYTE_CHAT_TEMPLATE
         self.special_tokens = {"eos_token": "<eos>", "pad_token": "<pad>"}
 
@@ -157,8 +155,6 @@ class FastTokenizer(_WithFacts):
     starts in milliseconds and stays small.
     """
 
-    has_offsets = True
-
     def __init__(self, backend: Any, facts: Facts) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -218,8 +214,6 @@ class FastTokenizer(_WithFacts):
 
 class SlowTokenizer(_WithFacts):
     """A tokenizer class of transformers without a `tokenizers` backend; it has no offsets."""
-
-    has_offsets = False
 
     def __init__(self, tokenizer: Any, facts: Facts) -> None:
         self._tokenizer = tokenizer
