@@ -26,6 +26,7 @@ from tests.triton_repo.clients import (
     text_of,
 )
 from tests.triton_repo.tables import rows
+from triton_repo.frontend.salt import cache_salt_id
 from triton_repo.server import TritonServer
 
 MODELS = ("tensorrt_llm_bls", "ensemble")
@@ -52,7 +53,7 @@ def test_salt_ids(echo_server: TritonServer, model: str, row: dict[str, Any]) ->
 @both
 def test_no_salt_is_no_tensor(echo_server: TritonServer, model: str) -> None:
     assert "ECHO_CACHE_SALT_ID" not in ok(echo_server, {"text_input": "x"}, model)
-    for salt in ("", "a/b", "a@b", "a\\b", "x" * 129):
+    for salt in ("", "a/b", "a@b", "a\\b", "a\0b", "x" * 129):
         message = refused(echo_server, {"text_input": "x", "cache_salt": salt}, model)
         assert message.startswith("cache_salt: ")
 
@@ -72,11 +73,22 @@ def test_salts_isolate_the_prefix_cache(echo_server: TritonServer, model: str) -
     assert reused(None) > 0
 
 
+def picture(form: str, size: tuple[int, int] = (64, 64), color: int = 0, frames: int = 1) -> str:
+    """A data URI of an image, or of frames that differ."""
+    buffer = io.BytesIO()
+    first, *rest = (Image.new("RGB", size, (color + i, 0, 0)) for i in range(frames))
+    first.save(buffer, form, **({"save_all": True, "append_images": rest} if rest else {}))
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f"data:image/{form.lower()};base64,{data}"
+
+
+IMAGE = picture("PNG")
 PATHS: dict[str, dict[str, Any]] = {
     "text": {"text_input": "hi"},
     "ids": {"input_ids": [104, 105]},
     "messages": {"messages": '[{"role": "user", "content": "hi"}]'},
     "parts": {"content_parts": '["hi"]'},
+    "image": {"content_parts": json.dumps(["hi", {"type": "image_url", "image_url": IMAGE}])},
     "features": {
         "input_ids": [1, 258, 2],
         "mm_features": '[{"modality": "image", "offset": 1, "length": 1, "key": 7}]',
@@ -91,7 +103,11 @@ def test_the_salt_reaches_generation_on_every_path(
     echo_server: TritonServer, model: str, path: str
 ) -> None:
     body = PATHS[path] | {"cache_salt": "tenant-a"}
-    assert ok(echo_server, body, model)["ECHO_CACHE_SALT_ID"] == 15947361407820284973
+    answer = ok(echo_server, body, model)
+    assert answer["ECHO_CACHE_SALT_ID"] == 15947361407820284973
+    assert len(json.loads(answer["ECHO_MEDIA"])) == (path in ("image", "features"))
+    # None is no tensor, on no path.
+    assert "ECHO_CACHE_SALT_ID" not in ok(echo_server, PATHS[path], model)
     events = list(generate_stream(echo_server, body, model))
     assert events[0]["ECHO_CACHE_SALT_ID"] == 15947361407820284973
 
@@ -156,6 +172,9 @@ def test_streamed_text(echo_server: TritonServer, model: str, row: dict[str, Any
     want = "".join(e or "" for e in row["emitted"]) + row["tail"]
     events = list(generate_stream(echo_server, body, model))
     assert "".join(e["text_output"] for e in events) == want
+    # Step by step what the table says; what is left at the end goes with the last step.
+    steps = [*row["emitted"][:-1], (row["emitted"][-1] or "") + row["tail"]]
+    assert [e["text_output"] for e in events if e["text_output"]] == [s for s in steps if s]
     assert [e.get("finish_reason") for e in events[:-1]] == [None] * (len(events) - 1)
     assert events[-1]["finish_reason"] == "stop"
     whole = ok(echo_server, body | {"exclude_input_in_output": True, "max_tokens": 64}, model)
@@ -166,10 +185,11 @@ def test_streamed_text(echo_server: TritonServer, model: str, row: dict[str, Any
 def test_stop_words(echo_server: TritonServer, model: str) -> None:
     body = {
         "text_input": "x", "echo_output_ids": list(b"abcSTOPdef"), "stop_words": ["STOP", "zz"],
-        "exclude_input_in_output": True,
+        "exclude_input_in_output": True, "return_log_probs": True,
     }  # fmt: skip
     answer = ok(echo_server, body, model)
     assert answer["text_output"] == "abc"
+    assert answer["output_log_probs"] == [-n / 8 for n in range(1, 8)]
     assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", "STOP")
     assert answer["output_ids"] == list(b"abcSTOP")
     kept = ok(echo_server, body | {"include_stop_str_in_output": True}, model)
@@ -278,6 +298,7 @@ def test_a_batch_of_rows(echo_server: TritonServer, model: str) -> None:
             tensor("max_tokens", "INT32", [9, 9], np.int32),
             tensor("cache_salt", "BYTES", [b"a", b"b"], np.object_),
             tensor("exclude_input_in_output", "BOOL", [True, True], np.bool_),
+            tensor("return_num_input_tokens", "BOOL", [True, True], np.bool_),
         ],
         enable_empty_final_response=True,
     )
@@ -286,8 +307,11 @@ def test_a_batch_of_rows(echo_server: TritonServer, model: str) -> None:
     assert error is None
     assert [bytes(t) for t in result.as_numpy("text_output").reshape(-1)] == [b"first", b"2nd"]
     salts = result.as_numpy("ECHO_CACHE_SALT_ID").reshape(-1).tolist()
-    assert salts == [6027058585768261143, salts[1]] and salts[0] != salts[1]
-    assert result.as_numpy("ECHO_INPUT_IDS").shape == (2, 5)
+    assert salts == [cache_salt_id("a"), cache_salt_id("b")]
+    ids = result.as_numpy("ECHO_INPUT_IDS").tolist()
+    assert (ids[0], ids[1][:3]) == (list(b"first"), list(b"2nd"))
+    assert result.as_numpy("ECHO_ATTENTION_MASK").sum(axis=1).tolist() == [5, 3]
+    assert result.as_numpy("num_input_tokens").reshape(-1).tolist() == [5, 3]
 
 
 @both
@@ -318,16 +342,13 @@ def test_grpc_stream_has_one_final_response(echo_server: TritonServer, model: st
         assert stream.events.empty()
 
 
-def data_uri(color: int) -> str:
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64), (color, 0, 0)).save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
 @both
 def test_images_do_not_share_cache_blocks(echo_server: TritonServer, model: str) -> None:
     def ask(color: int) -> dict[str, Any]:
-        parts = [{"type": "image_url", "image_url": {"url": data_uri(color)}}, f"about {model}"]
+        parts = [
+            {"type": "image_url", "image_url": {"url": picture("PNG", color=color)}},
+            f"about {model}",
+        ]
         return ok(echo_server, {"content_parts": json.dumps(parts), "cache_salt": model}, model)
 
     first, same, other = ask(1), ask(1), ask(2)
@@ -383,6 +404,12 @@ def test_a_slow_media_server_delays_nobody_else(echo_server: TritonServer, model
         ({"text_input": "x", "echo_output_ids": [97, -1]}, "echo_output_ids"),
         ({"text_input": "x", "echo_output_ids": [261]}, "echo_output_ids"),
         ({"text_input": "x" * 5000}, "text_input"),
+        ({"text_input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"text_input": "x", "truncate_prompt_tokens": 4097}, "truncate_prompt_tokens"),
+        ({"text_input": "x", "truncation_side": "middle"}, "truncation_side"),
+        ({"text_input": "x", "padding": "longest"}, "padding"),
+        ({"text_input": "x", "truncation": "only_first"}, "truncation"),
+        ({"text_input": "x", "enable_chunked_processing": True}, "enable_chunked_processing"),
     ],
 )
 def test_refusals(echo_server: TritonServer, model: str, body: dict[str, Any], name: str) -> None:
@@ -467,3 +494,57 @@ def test_local_files_only_below_their_root(
         inside.parent,
     ):
         assert refused(echo_server, body(path), model).startswith("image_url_input: ")
+
+
+@both
+def test_options_of_one_modality_do_not_reach_the_other(
+    echo_server: TritonServer, model: str
+) -> None:
+    image, video = picture("PNG", (512, 512)), picture("GIF", (256, 256), frames=4)
+    parts = [
+        {"type": "image_url", "image_url": image},
+        {"type": "video_url", "video_url": video},
+    ]
+
+    def lengths(kwargs: dict[str, Any]) -> list[int]:
+        body = {"content_parts": json.dumps(parts), "mm_processor_kwargs": json.dumps(kwargs)}
+        answer = ok(echo_server, body, model)
+        spans = json.loads(answer["ECHO_MEDIA"])
+        assert [span["modality"] for span in spans] == ["image", "video"]
+        # What was counted is what stands in the prompt.
+        assert [echo_ids(answer).count(i) for i in (258, 259)] == [s["length"] for s in spans]
+        return [span["length"] for span in spans]
+
+    tight = {"size": {"longest_edge": 16384, "shortest_edge": 1024}}
+    plain = lengths({})
+    assert plain == [256, 128]
+    image_only, video_only = lengths({"images_kwargs": tight}), lengths({"videos_kwargs": tight})
+    assert image_only[0] <= 16 and image_only[1] == plain[1]
+    assert video_only[0] == plain[0] and video_only[1] <= 8
+    assert lengths(tight) == [image_only[0], video_only[1]]
+
+
+@both
+def test_media_prompts_and_ids_have_no_offsets(echo_server: TritonServer, model: str) -> None:
+    for path in ("ids", "parts", "image", "features"):
+        answer = ok(echo_server, PATHS[path] | {"return_token_offsets": True}, model)
+        assert not {"PROMPT_TOKEN_OFFSETS", "ECHO_PROMPT_TOKEN_OFFSETS"} & answer.keys()
+    # The same wish with a text is heard.
+    assert "PROMPT_TOKEN_OFFSETS" in ok(
+        echo_server, PATHS["text"] | {"return_token_offsets": True}, model
+    )
+
+
+def test_rows_are_filled_after_their_lengths_are_known(echo_server: TritonServer) -> None:
+    inputs = [
+        {"name": "QUERY", "datatype": "BYTES", "shape": [2, 1], "data": ["first", "2nd"]},
+        {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [2, 1], "data": [9, 9]},
+        {"name": "return_token_offsets", "datatype": "BOOL", "shape": [2, 1], "data": [True, True]},
+    ]
+    url = f"{echo_server.http_url}/v2/models/preprocessing/infer"
+    answer = requests.post(url, json={"inputs": inputs}, timeout=20).json()
+    outputs = {o["name"]: o for o in answer["outputs"]}
+    assert outputs["INPUT_ID"]["data"] == [*b"first", *b"2nd", 257, 257]
+    assert outputs["REQUEST_INPUT_LEN"]["data"] == [5, 3]
+    assert outputs["PROMPT_TOKEN_OFFSETS"]["shape"] == [2, 5, 2]
+    assert pairs(outputs["PROMPT_TOKEN_OFFSETS"]["data"])[8:] == [[0, 0], [0, 0]]

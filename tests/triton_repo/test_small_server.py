@@ -43,6 +43,7 @@ def started(
             max_batch_size=4,
             request_defaults={"padding": "max_length"},
             mm_processor_kwargs=MM_KWARGS["server"],
+            exclude_input_in_output=True,
         ),
     )
     with running(repository) as server:
@@ -134,6 +135,25 @@ def test_truncate_then_pad(server: TritonServer, model: str, row: dict[str, Any]
         if body["task"] == "embed":
             alone = {"input_ids": kept, "task": "embed", "padding": "do_not_pad"}
             assert answer["embedding"] == ok(server, alone, model)["embedding"]
+
+
+@both
+@pytest.mark.parametrize("row", [r for r in rows("padding_options") if r.values[0]["id"][0] == "P"])
+def test_padding_fields(server: TritonServer, model: str, row: dict[str, Any]) -> None:
+    # The table counts from 1, with the pad id of the byte tokenizer.
+    body = {"input_ids": list(range(11, 21)), "task": "embed"} | row["fields"]
+    want = [PAD if i == 257 else i + 10 for i in row["result"]]
+    assert ok(server, body, model)["ECHO_INPUT_IDS"] == want
+
+
+@both
+def test_the_request_says_whether_the_prompt_is_in_the_answer(
+    server: TritonServer, model: str
+) -> None:
+    body = {"text_input": "ab", "add_special_tokens": False, "echo_output_ids": [12]}
+    assert ok(server, body | {"max_tokens": 1}, model)["text_output"].strip() == "c"
+    wanted = body | {"max_tokens": 1, "exclude_input_in_output": False}
+    assert "".join(ok(server, wanted, model)["text_output"].split()) == "abc"
 
 
 @both
