@@ -74,6 +74,29 @@ def expected_modules(only: str) -> set[str]:
     return found
 
 
+def kept() -> set[str]:
+    """Tensors that no scope touches, besides those of draft layers."""
+    gated = ("attention_hyper_connection", "mlp_hyper_connection")
+    found = {"transformer.vocab_embedding.weight", "lm_head.weight"}
+    found |= {
+        f"transformer.hyper_connection_mixer.{name}.weight" for name in ("norm", "down", "up")
+    }
+    for layer in range(8):
+        base = f"transformer.layers.{layer}."
+        found |= {f"{base}mlp.{name}.weight" for name in ("router", "shared_expert_gate")}
+        for name in ("norm", "down", "up", "inject"):
+            found |= {f"{base}{module}.{name}.weight" for module in gated}
+        if layer % 4 == 3:
+            names = ("q_layernorm", "k_layernorm", "indexer.qk")
+            names += ("indexer.q_layernorm", "indexer.k_layernorm")
+            found |= {f"{base}attention.{name}.weight" for name in names}
+        else:
+            names = ("in_proj_a.weight", "in_proj_b.weight", "conv1d.weight", "norm.weight")
+            found |= {f"{base}linear_attention.{n}" for n in (*names, "A_log", "dt_bias")}
+    names = ("norm_key", "norm_query", "norm_conv", "conv1d", "ngram_embedding")
+    return found | {f"transformer.layers.1.ple.{name}.weight" for name in names}
+
+
 def modules(tensors: dict[str, torch.Tensor]) -> set[str]:
     return {name.rpartition(".")[0] for name in tensors if name.endswith("weights_scaling_factor")}
 
@@ -112,7 +135,11 @@ def test_scopes_contain_each_other_and_spare_what_must_stay_precise(
     for only in ("experts", "mlp", "all"):
         directory = tmp_path / only
         convert(source, directory, quantize=algorithm, only=only)
-        found.append(modules(load_file(directory / WEIGHTS_FILE)))
+        stored = load_file(directory / WEIGHTS_FILE)
+        found.append(modules(stored))
+        scales = ("weights_scaling_factor", "weights_scaling_factor_2")
+        written = {f"{m}.{n}" for m in found[-1] for n in scales[: 1 + (algorithm == "nvfp4")]}
+        assert stored.keys() == plain.keys() | written
         restored = restored_weights(directory)
         for name, values in plain.items():
             wide = values.float()
@@ -123,6 +150,8 @@ def test_scopes_contain_each_other_and_spare_what_must_stay_precise(
                 assert torch.equal(restored[name], wide), name
         assert found[-1] == expected_modules(only)
     assert found[0] < found[1] < found[2]
+    drafts = {name for name in plain if name.startswith("mtp.")}
+    assert plain.keys() == {f"{m}.weight" for m in found[2]} | kept() | drafts
     assert not [name for name in found[2] if any(word in name for word in PRECISE)]
 
 
