@@ -11,17 +11,20 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from converters.definition import Definition, EngineLimits
+from converters.definition import Definition, EngineLimits, Phase
 from converters.qwen38.config import PleLayer, Qwen38CheckpointConfig
 from converters.qwen38.network import define
 from converters.qwen38.weights import wanted_tensors
+from plugins.aot.compile import compile_kernel, newest_ptx
 from plugins.ngram import layer_constants
+from plugins.operations import OPERATIONS
 from plugins.trt.backend import load_backend
 from plugins.trt.network import Network
 from plugins.trt.weights import WeightInfo, WeightPolicy
 from runtime.cache_plan import CachePlan
 from runtime.contract import TensorSpec
 from tests.converters.qwen38.tiny import tiny
+from tests.plugins.full_trt import capability_for, full_backend
 
 PERIODS = 12
 LIMITS = EngineLimits(max_batch_size=16, max_seq_len=32768, chunk_size=1024)
@@ -126,15 +129,18 @@ def test_context_defines_too() -> None:
     assert net.shape(net.outputs["logits"]) == (-1, -1, 248320)
 
 
-def test_caches_cost_what_the_architecture_says(generation) -> None:
-    net, definition, _ = generation
+def _cache_plan(net: Network, definition: Definition) -> CachePlan:
     specs = [
         TensorSpec(
             name=name, dtype=net.dtype(net.inputs[name]), shape=net.shape(net.inputs[name]), kind=k
         )
         for name, k in definition.kinds.items()
     ]
-    plan = CachePlan.from_tensors(specs, LIMITS.max_batch_size, LIMITS.max_seq_len)
+    return CachePlan.from_tensors(specs, LIMITS.max_batch_size, LIMITS.max_seq_len)
+
+
+def test_caches_cost_what_the_architecture_says(generation) -> None:
+    plan = _cache_plan(*generation[:2])
     assert PERIODS * plan.bytes_per_token == 25_344
     per_sequence = {g.name: g.bytes_per_sequence for g in plan.groups if g.kind == "state"}
     gated_delta = per_sequence["conv_state"] + per_sequence["recurrent_state"]
@@ -142,3 +148,35 @@ def test_caches_cost_what_the_architecture_says(generation) -> None:
     assert per_sequence["ple_conv_state"] == 184_320
     # Three raw keys of an unfinished block.
     assert per_sequence["index_key_state"] == 3 * 128 * 2
+
+
+class _ScaledHeaders(_Headers):
+    """The same, with the scales of FP8 caches, the only values that a definition reads."""
+
+    NAME = "transformer.layers.3.attention.kv_cache_scaling_factor"
+
+    def info(self, name: str) -> WeightInfo | None:
+        return WeightInfo("float32", (2,)) if name == self.NAME else super().info(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return torch.tensor([0.02, 0.3]) if name == self.NAME else super().tensor(name)
+
+
+@pytest.mark.parametrize("phase", ["context", "generation"])
+def test_fp8_caches_cost_half_and_their_kernels_compile(phase: Phase) -> None:
+    released = _released()
+    quantization = released.quantization.model_copy(update={"kv_cache_quant_algo": "FP8"})
+    config = released.model_copy(update={"quantization": quantization})
+    backend, capability = full_backend(), capability_for("9.0")
+    net = Network(backend, capability, _ScaledHeaders(config), WeightPolicy("inputs"))
+    definition = define(net, config, phase, LIMITS)
+    # 24,576 of keys and values become half of it.
+    assert PERIODS * _cache_plan(net, definition).bytes_per_token == 13_056
+    for call in net.plugins.values():
+        spec = OPERATIONS[call.op].spec(call.attributes)
+        compiled = compile_kernel(spec, "9.0", newest_ptx(580))
+        assert ("e4m3x2" in compiled.ptx) == ("float8_e4m3fn" in {a.dtype for a in spec.tensors})
+    constants = [OPERATIONS[c.op].spec(c.attributes).constants for c in net.plugins.values()]
+    assert constants[0]["INVERSE_K_SCALE"] == 1 / torch.tensor(0.02).item()
+    scales = [(c["SCALE"], c["V_SCALE"]) for c in constants if "V_SCALE" in c]
+    assert scales and set(scales) == {(torch.tensor(0.02).item() / 16, torch.tensor(0.3).item())}
