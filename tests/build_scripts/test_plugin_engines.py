@@ -84,11 +84,12 @@ def _source(tmp_path: Path, scale: float = SCALE, **changes: Any) -> Path:
     return _with_scales(write_deterministic(tmp_path / "hf", **options), scale)
 
 
-def _built(command: Command, hf_dir: Path, *options: str) -> Path:
+def _built(command: Command, hf_dir: Path, *options: str, build: Sequence[str] = ()) -> Path:
     checkpoint, engine = hf_dir.with_name("checkpoint"), hf_dir.with_name("engine")
     done = command("convert", hf_dir, checkpoint, *options)
     assert done.code == 0, done.err
-    done = command("build", checkpoint, engine, "--max-batch-size", 2, "--max-seq-len", 192)
+    limits = ("--max-batch-size", 2, "--max-seq-len", 192, *build)
+    done = command("build", checkpoint, engine, *limits)
     assert done.code == 0, done.err
     return engine
 
@@ -156,6 +157,24 @@ def test_gpus_without_float8_are_refused_before_anything_is_built(
     assert done.code == EXIT_MISSING_CAPABILITY
     assert "compute capability 8.0 has no float8_e4m3fn" in done.err
     assert not (tmp_path / "engine").exists()
+
+
+def test_latent_attention_and_drafts_of_plugin_layers_are_verified(
+    command: Command, gpu: list[str], tmp_path: Path
+) -> None:
+    # A power of two, which the kernels that select take.
+    hf_dir = dots3_random.write(tmp_path / "hf", index_topk=16)
+    engine = _built(command, hf_dir, "--dtype", "float32", build=("--max-draft-len", "2"))
+    config = read_config(engine)
+    operations = {plugin.name for plugin in config.plugins}
+    assert {"dsa::score", "dsa::select_chunk", "dsa::attend", "mtp::embed_norms"} <= operations
+    # TensorRT's own layer updates latents, and names them itself.
+    assert not any(entry.plugin_caches for entry in config.engines.values())
+    verified = command("verify", engine, "--against", hf_dir, "--json")
+    assert verified.code == 0, verified.err
+    assert "draft" in verified.json["definition"]
+    controls = verified.json["negative_controls"]
+    assert len(controls) > 10 and all(control["noticed"] for control in controls)
 
 
 def test_a_declaration_that_a_family_cannot_follow_is_refused(
