@@ -134,16 +134,15 @@ class TextEngine:
         """The output that becomes the state of the next call."""
         self.net.output(value, f"{name}.next")
 
-    def cache(self, name: str, update: Tensor, row: Tensor, rows: int | None = None) -> Tensor:
+    def cache(self, name: str, update: Tensor, row: Tensor) -> Tensor:
         """Write [B, heads, S, D] into the cache of that name and return the whole cache.
 
-        `rows` is the cache's length, by default one row per token. Raises CapabilityError where
-        the checkpoint declares FP8 caches.
+        Raises CapabilityError where the checkpoint declares FP8 caches.
         """
         if self._fp8_caches:
             raise kv_cache.refusal("TensorRT's own layer updates them, and takes no FP8")
         _, heads, _, width = self.net.shape(update)
-        cache = self.cache_input(name, heads, width, rows)
+        cache = self.cache_input(name, heads, width)
         return self.net.kv_cache_update(cache, update, row)
 
     def cache_input(
@@ -151,7 +150,8 @@ class TextEngine:
     ) -> Tensor:
         """A cache [B, heads, rows, width] that an operation of the network will update.
 
-        `rows` as for `cache`; `dtype` is the checkpoint's type by default.
+        `rows` is its length, by default one row per token; `dtype` is the checkpoint's type by
+        default.
         """
         length = self.limits.cache_rows if rows is None else rows
         return self.input(name, "cache", dtype or self.dtype, (heads, length, width))
