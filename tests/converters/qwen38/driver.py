@@ -13,7 +13,7 @@ from torch import Tensor
 
 from converters.definition import Phase
 from converters.qwen38.network import define
-from plugins.ngram import row_ids
+from plugins.ngram import NgramConstants, row_ids
 from tests.converters import driver
 from tests.converters.driver import Pieces
 
@@ -32,7 +32,9 @@ class Driver(driver.Driver):
         return {str(host["name"]): self._embed(host, pieces, length) for host in self.host_inputs}
 
     def _embed(self, host: Mapping[str, Any], pieces: Pieces, length: int) -> Tensor:
-        constants = _Constants(host)
+        sizes, offsets = tuple(host["sizes"]), tuple(host["offsets"])
+        rows = offsets[-1] + sizes[-1]
+        constants = NgramConstants(tuple(host["multipliers"]), sizes, offsets, rows)
         table = self.weights[host["table"]]
         width = table.shape[1] * len(constants.sizes)
         out = torch.zeros(len(pieces), length, width, dtype=table.dtype)
@@ -46,14 +48,3 @@ class Driver(driver.Driver):
             )
             out[slot, : len(piece)] = table[torch.from_numpy(ids)].flatten(1)
         return out
-
-
-class _Constants:
-    """The view of a host input that `row_ids` needs."""
-
-    def __init__(self, host: Mapping[str, Any]) -> None:
-        self.multipliers = tuple(host["multipliers"])
-        self.sizes = tuple(host["sizes"])
-        self.offsets = tuple(host["offsets"])
-        self.ngram_size = len(self.multipliers)
-        self.heads_per_ngram = len(self.sizes) // (self.ngram_size - 1)
