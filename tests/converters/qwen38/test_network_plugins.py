@@ -1,10 +1,13 @@
 """The network of full TensorRT, with QSA as plugin layers, against the oracle and the lowering.
 
 Full TensorRT is a stand-in (`tests.plugins.full_trt`); the interpreter runs the plugin layers by
-their definition. The kernels' agreement with it is tested in `tests.plugins`.
+their definition. The kernels' agreement with it is tested in `tests.plugins`, and in a network in
+kernel_cases.py.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from runtime.interpreter.execute import Interpreter
 from tests.converters.qwen38.driver import Driver
 from tests.converters.qwen38.test_network import LONG
 from tests.converters.qwen38.tiny import PERIOD, Tiny, tiny
+from tests.plugins.interpreted import assert_passes
 
 LIMITS = EngineLimits(2, 256, chunk_size=128, max_draft_len=2, max_logits_tokens=128)
 TOKENS = LONG[:110]
@@ -200,6 +204,10 @@ def test_split_rows_and_long_selections_equal_the_lowering(
             rows.append(driver.call("generation", [[token], *[[8]] * (slots - 1)])[0]["logits"])
         logits.append(torch.cat(rows))
     _close(logits[0], logits[1])
+
+
+def test_kernels_in_the_network() -> None:
+    assert_passes(Path(__file__).with_name("kernel_cases.py"))
 
 
 def test_budgets_that_the_kernels_do_not_take_stay_native() -> None:
