@@ -17,6 +17,7 @@ import pytest
 from build_scripts import cli, reference
 from plugins.support import errors
 from tests.docs.blocks import DOCUMENTS, ROOT, Block, blocks
+from tests.fixtures.qwen38_checkpoint import first_layers
 
 # "sh" is run, "make" is a target of the Makefile, the others are not commands.
 LANGUAGES = {"sh", "make", "json", "text", "python"}
@@ -120,9 +121,11 @@ def _free_ports(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def shell(trained_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """A directory with the checkpoint under the name that the documents use."""
+    """A directory with a checkpoint under the name that the documents use: four layers, among which
+    there is one of every kind.
+    """
     directory = tmp_path_factory.mktemp("documents")
-    (directory / "model").symlink_to(trained_checkpoint)
+    first_layers(trained_checkpoint, directory / "model", 4)
     shell = Shell(directory)
     yield shell
     shell.close()
