@@ -5,13 +5,16 @@
 Three Python models of one server, scheduled in the same way, get the same chats, as JSON over HTTP
 keep-alive connections of a bare client and with Triton's own Python client over gRPC: one that
 does nothing and returns as many ids, this project's `preprocessing`, and a plain model that calls
-AutoTokenizer and its chat template.
+AutoTokenizer and its chat template. Every request of a round is another text, prose from the
+documentation of Python's standard library; all have the same options.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import random
 import selectors
 import socket
 import statistics
@@ -19,9 +22,11 @@ import tempfile
 import textwrap
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -29,16 +34,28 @@ import tritonclient.grpc as grpcclient
 
 from plugins.support.errors import UsageError
 from triton_repo.frontend.chat import ChatTemplate
-from triton_repo.frontend.pipeline import FrontEnd, prepare
+from triton_repo.frontend.options import FrontEnd
+from triton_repo.frontend.pipeline import prepare
 from triton_repo.frontend.tokenizer import Tokenizer, load_tokenizer
 from triton_repo.generate import RepositoryOptions, write_repository
+from triton_repo.models.base import limit_threads
 from triton_repo.server import TritonServer, running
 
 CLIENTS = (1, 8)
 MAX_TOKENS = 16
 CONTEXT = 32768
-TEXT = "the old crane lifts its yellow arm over the harbour while gulls argue about boats"
-WORDS = TEXT.split()
+TOKENIZER = "preprocessing/1/tokenizer"
+CHATS = 2000
+# Modules with long documentation; their words are the chats.
+DOCUMENTED = (
+    "argparse", "ast", "asyncio", "codecs", "collections", "configparser", "contextlib", "csv",
+    "ctypes", "datetime", "decimal", "difflib", "doctest", "email", "fractions", "functools",
+    "gettext", "heapq", "http.client", "http.server", "inspect", "ipaddress", "json", "logging",
+    "mailbox", "multiprocessing", "optparse", "pathlib", "pickle", "random", "re", "shutil",
+    "socket", "sqlite3", "ssl", "statistics", "string", "subprocess", "tarfile", "tempfile",
+    "textwrap", "threading", "traceback", "turtle", "typing", "unittest", "urllib.request", "uuid",
+    "weakref", "xml.dom.minidom", "zipfile",
+)  # fmt: skip
 
 CONFIG = """
 name: "{name}"
@@ -109,25 +126,47 @@ class Measured:
         return Measured(len(latencies) / seconds, cuts[49] * 1e3, cuts[98] * 1e3)
 
 
-def chat(tokenizer: Tokenizer, tokens: int) -> str:
-    """Messages whose rendered prompt has about `tokens` ids."""
+def prose() -> list[str]:
+    """The words of the documentation of `DOCUMENTED`, in order."""
+    words: list[str] = []
+    for name in DOCUMENTED:
+        module = importlib.import_module(name)
+        for member in (module, *(vars(module)[n] for n in sorted(vars(module)))):
+            text = getattr(member, "__doc__", None)
+            words += text.split() if isinstance(text, str) else []
+    return words
+
+
+def chats(tokenizer: Tokenizer, tokens: int) -> list[str]:
+    """`CHATS` different conversations, each of `tokens` ids or a few more when it is rendered."""
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template", where="TOKENIZER_DIR")
     template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    words: list[str] = []
-    while True:
-        words.append(WORDS[len(words) % len(WORDS)])
-        messages = [
-            {"role": "user", "content": " ".join(words[::2]) or "x"},
+    words = prose()
+    choose = random.Random(0)
+
+    def messages(start: int, count: int) -> list[dict[str, str]]:
+        asked = words[start : start + count]
+        return [
+            {"role": "user", "content": " ".join(asked[: count // 2])},
             {"role": "assistant", "content": "Yes."},
-            {"role": "user", "content": " ".join(words[1::2]) or "y"},
+            {"role": "user", "content": " ".join(asked[count // 2 :])},
         ]
-        text = template.render([dict(m) for m in messages], {})
-        if len(tokenizer.encode(text, False, False).ids) >= tokens:
-            return json.dumps(messages)
+
+    def length(start: int, count: int) -> int:
+        text = template.render(list(messages(start, count)), {})
+        return len(tokenizer.encode(text, False, False).ids)
+
+    made = []
+    for _ in range(CHATS):
+        start = choose.randrange(len(words) - tokens)
+        counts = range(2, tokens)
+        count = counts[bisect_left(counts, tokens, key=lambda n: length(start, n))]
+        made.append(json.dumps(messages(start, count)))
+    return made
 
 
-def alone(tokenizer: Tokenizer, messages: str, seconds: float) -> Measured:
+def alone(tokenizer: Tokenizer, texts: list[str], seconds: float) -> Measured:
     """The library in one thread, without Triton."""
     server = FrontEnd(
         tokenizer,
@@ -136,8 +175,10 @@ def alone(tokenizer: Tokenizer, messages: str, seconds: float) -> Measured:
         tokenizer.eos_ids,
         chat_template=ChatTemplate(tokenizer.chat_template or "", tokenizer.special_tokens),
     )
-    row = {"messages": messages, "max_tokens": MAX_TOKENS}
-    return measure_one(lambda: prepare(row, server), seconds)
+    following = cycle(texts)
+    return measure_one(
+        lambda: prepare({"messages": next(following), "max_tokens": MAX_TOKENS}, server), seconds
+    )
 
 
 def measure_one(work: Callable[[], object], seconds: float) -> Measured:
@@ -153,17 +194,16 @@ def measure_one(work: Callable[[], object], seconds: float) -> Measured:
 class Connection:
     """One keep-alive connection that always has one request on its way."""
 
-    def __init__(self, port: int, request: bytes) -> None:
+    def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._request = request
         self._answer = b""
         self.sent = 0.0
 
-    def send(self) -> None:
-        """Send the request."""
+    def send(self, request: bytes) -> None:
+        """Send a request."""
         self.sent = time.perf_counter()
-        self.socket.sendall(self._request)
+        self.socket.sendall(request)
 
     def receive(self) -> bool:
         """Take what has come; returns whether that completes an answer."""
@@ -177,44 +217,55 @@ class Connection:
         return True
 
 
-def through_triton(
-    server: TritonServer, model: str, body: bytes, clients: int, seconds: float
+def http_request(model: str, messages: str) -> bytes:
+    """A request of the generate endpoint, head and body."""
+    body = json.dumps({"messages": messages, "REQUEST_OUTPUT_LEN": MAX_TOKENS}).encode()
+    head = f"POST /v2/models/{model}/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def over_http(
+    server: TritonServer, model: str, texts: list[str], clients: int, seconds: float
 ) -> Measured:
     """Requests of `clients` connections that one thread serves: threads of Python would wait for
     each other, and that would count as the server's latency.
     """
-    head = f"POST /v2/models/{model}/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
     latencies: list[float] = []
+    following = cycle([http_request(model, text) for text in texts])
     with selectors.DefaultSelector() as ready, ExitStack() as open_sockets:
         for _ in range(clients):
-            connection = Connection(server.ports.http, head.encode() + b"\r\n\r\n" + body)
+            connection = Connection(server.ports.http)
             open_sockets.enter_context(connection.socket)
             ready.register(connection.socket, selectors.EVENT_READ, connection)
-            connection.send()
+            connection.send(next(following))
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             for key, _ in ready.select(1.0):
                 if key.data.receive():
                     latencies.append(time.perf_counter() - key.data.sent)
-                    key.data.send()
+                    key.data.send(next(following))
     return Measured.of(latencies, seconds)
 
 
 def over_grpc(
-    server: TritonServer, model: str, messages: str, clients: int, seconds: float
+    server: TritonServer, model: str, texts: list[str], clients: int, seconds: float
 ) -> Measured:
     """Requests of `clients` threads with Triton's own Python client, each with its own channel."""
     latencies: list[list[float]] = [[] for _ in range(clients)]
-    text = grpcclient.InferInput("messages", [1, 1], "BYTES")
-    text.set_data_from_numpy(np.array([[messages.encode()]], dtype=np.object_))
+    inputs = []
+    for text in texts:
+        messages = grpcclient.InferInput("messages", [1, 1], "BYTES")
+        messages.set_data_from_numpy(np.array([[text.encode()]], dtype=np.object_))
+        inputs.append(messages)
     most = grpcclient.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")
     most.set_data_from_numpy(np.array([[MAX_TOKENS]], dtype=np.int32))
 
     def client(index: int) -> None:
+        following = cycle(inputs[index::clients])
         with grpcclient.InferenceServerClient(server.grpc_url) as channel:
             end = time.perf_counter() + seconds
             while (start := time.perf_counter()) < end:
-                channel.infer(model, [text, most])
+                channel.infer(model, [next(following), most])
                 latencies[index].append(time.perf_counter() - start)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
@@ -240,10 +291,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--tokens", type=int, default=200)
     chosen = parser.parse_args()
-    tokenizer = load_tokenizer(chosen.tokenizer)
-    messages = chat(tokenizer, chosen.tokens)
-    body = json.dumps({"messages": messages, "REQUEST_OUTPUT_LEN": MAX_TOKENS}).encode()
-    library = alone(tokenizer, messages, chosen.seconds)
+    source = load_tokenizer(chosen.tokenizer)
+    texts = chats(source, chosen.tokens)
     rows: list[tuple[str, str, int, Measured]] = []
     with tempfile.TemporaryDirectory() as directory:
         repository = write_repository(
@@ -253,20 +302,21 @@ def main() -> None:
             generation="echo",
             options=RepositoryOptions(max_context=CONTEXT),
         )
+        # As the server has it: written once, and opened without transformers.
+        limit_threads(1)
+        library = alone(load_tokenizer(repository / TOKENIZER), texts, chosen.seconds)
         add_model(repository, "no_op", NO_OP.format(tokens=chosen.tokens))
-        source = PLAIN.format(directory=str(chosen.tokenizer.resolve()))
-        add_model(repository, "auto_tokenizer", source)
+        plain = PLAIN.format(directory=str(chosen.tokenizer.resolve()))
+        add_model(repository, "auto_tokenizer", plain)
         with running(repository) as server:
-            ways: dict[str, Callable[[str, int, float], Measured]] = {
-                "HTTP": lambda model, n, s: through_triton(server, model, body, n, s),
-                "gRPC": lambda model, n, s: over_grpc(server, model, messages, n, s),
-            }
-            for way, measure in ways.items():
+            for way, measure in {"HTTP": over_http, "gRPC": over_grpc}.items():
                 for model in ("no_op", "preprocessing", "auto_tokenizer"):
                     for clients in CLIENTS:
-                        measure(model, clients, 0.5)
-                        rows.append((model, way, clients, measure(model, clients, chosen.seconds)))
-    print(f"chat of {chosen.tokens} tokens\n")
+                        measure(server, model, texts, clients, 0.5)
+                        measured = measure(server, model, texts, clients, chosen.seconds)
+                        rows.append((model, way, clients, measured))
+    characters = statistics.mean(sum(len(m["content"]) for m in json.loads(t)) for t in texts)
+    print(f"chats of {chosen.tokens} tokens, {characters:.0f} characters on average\n")
     print("| what | clients | requests/s | of no-op | p50 ms | p99 ms |")
     print("|---|---|---|---|---|---|")
     print(f"| library alone | 1 | {library.rate:.0f} | | {library.p50:.2f} | {library.p99:.2f} |")

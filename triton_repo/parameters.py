@@ -13,7 +13,7 @@ from plugins.support.errors import InputError
 from triton_repo.frontend.chat import ChatTemplate
 from triton_repo.frontend.fetch import FetchLimits
 from triton_repo.frontend.media import MediaPolicy
-from triton_repo.frontend.pipeline import FrontEnd
+from triton_repo.frontend.options import FrontEnd
 from triton_repo.frontend.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 # Raised whenever configs of an older generator cannot be served any more.
@@ -148,6 +148,8 @@ def open_tokenizer(parameters: CommonParameters, directory: Path) -> Tokenizer:
 def open_front_end(parameters: FrontEndParameters, directory: Path) -> FrontEnd:
     """Everything `prepare` needs, from the parameters."""
     tokenizer = open_tokenizer(parameters, directory)
+    # What encoding needs is opened now, not by the first request.
+    tokenizer.encode("", False, False)
     audio = None
     if parameters.audio:
         # Decoding needs libraries that servers of text do without.

@@ -53,6 +53,10 @@ def read_rows(tensors: Mapping[str, Array], fields: Mapping[str, Field]) -> list
         if array.ndim < 1 or array.shape[0] != batch:
             raise problem(field.name, "has the wrong shape", expected=f"[{batch}, …]",
                           found=list(array.shape))  # fmt: skip
+        if field.scalar and array.size == batch:
+            for row, value in zip(rows, array.ravel().tolist(), strict=True):
+                row[field.name] = _element(field, value)
+            continue
         for row, values in zip(rows, array, strict=True):
             row[field.name] = _value(field, values)
     return rows
@@ -63,17 +67,21 @@ def _value(field: Field, values: Array) -> Any:
         return values
     if field.dtype == "UINT8":
         return values.tobytes()
-    flat = values.reshape(-1).tolist()
-    if field.dtype == "STRING" and field.name not in BINARY_FIELDS:
-        flat = [_text(field.name, v) for v in flat]
-    elif field.dtype == "FP32":
-        # The shortest decimal that is this float32: 0.9 and not 0.8999999761581421.
-        flat = [_finite(field.name, float(str(np.float32(v)))) for v in flat]
-    if not field.scalar:
+    if field.scalar:
+        raise problem(field.name, "must be one value", found=f"{values.size} values")
+    flat = values.ravel().tolist()
+    if field.dtype not in ("STRING", "FP32"):
         return flat
-    if len(flat) != 1:
-        raise problem(field.name, "must be one value", found=f"{len(flat)} values")
-    return flat[0]
+    return [_element(field, v) for v in flat]
+
+
+def _element(field: Field, value: Any) -> Any:
+    if field.dtype == "STRING":
+        return value if field.name in BINARY_FIELDS else _text(field.name, value)
+    if field.dtype == "FP32":
+        # The shortest decimal that is this float32: 0.9 and not 0.8999999761581421.
+        return _finite(field.name, float(str(np.float32(value))))
+    return value
 
 
 def _text(name: str, value: Any) -> str:
@@ -125,9 +133,9 @@ def array_of(tensor: Tensor, value: Any) -> Array:
 
 def batch_of(tensor: Tensor, rows: Sequence[Any], fill: Any = 0) -> Array:
     """Rows of unequal length as one array [batch, …], filled at the end."""
+    if len(rows) == 1:
+        return array_of(tensor, rows[0])[np.newaxis]
     arrays = [array_of(tensor, row) for row in rows]
-    if len(arrays) == 1:
-        return arrays[0][np.newaxis]
     shape = tuple(max(sizes) for sizes in zip(*(a.shape for a in arrays), strict=True))
     filler = b"" if tensor.dtype == "STRING" else fill
     out = np.full((len(arrays), *shape), filler, dtype=NUMPY[tensor.dtype])

@@ -127,3 +127,17 @@ def test_calls_that_are_none(calls: object, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_messages(json.dumps([{"role": "assistant", "tool_calls": calls}]))
     assert message in one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"role": "user", "content": "a\\ud800b"}]', "[NaN", "[" * 5000 + "]" * 5000, ""]
+)
+def test_json_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_messages(text)
+    assert one_line(caught.value).startswith("messages: is not valid JSON; found ")
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    text = '[{"role": "user", "content": "\\ud83d\\ude00"}]'
+    assert parse_messages(text).messages[0]["content"] == "😀"

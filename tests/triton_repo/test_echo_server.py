@@ -50,6 +50,43 @@ def test_salt_ids(echo_server: TritonServer, model: str, row: dict[str, Any]) ->
     assert answer["ECHO_CACHE_SALT_ID"] == row["salt_id"]
 
 
+def test_tensors_that_requests_share_are_not_mixed_up(echo_server: TritonServer) -> None:
+    # More sets of options than are remembered, from several clients at once.
+    url = f"{echo_server.http_url}/v2/models/preprocessing/generate"
+    wrong: list[Any] = []
+
+    def client(first: int) -> None:
+        with requests.Session() as session:
+            for number in range(first, first + 120):
+                end, salt = number % 50, rows("salts")[number % len(rows("salts"))].values[0]
+                body = {
+                    "QUERY": f"text {number}",
+                    "REQUEST_OUTPUT_LEN": 4,
+                    "END_ID": end,
+                    "STOP_WORDS_DICT": [chr(33 + end)],
+                    "cache_salt": salt["salt"],
+                }
+                answer = session.post(url, json=body, timeout=20).json()
+                right = {
+                    "INPUT_ID": list(f"text {number}".encode()),
+                    "OUT_END_ID": end,
+                    "STOP_WORDS_IDS": [33 + end, 1],
+                    "CACHE_SALT_ID": salt["salt_id"],
+                    "OUT_PAD_ID": 257,
+                }
+                found = {name: answer.get(name) for name in right}
+                state = json.loads(answer.get("REQUEST_STATE", "{}"))
+                if found != right or state["text"]["stop_words"] != [chr(33 + end)]:
+                    wrong.append((found, right, state))
+
+    threads = [threading.Thread(target=client, args=(37 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:2]
+
+
 @both
 def test_no_salt_is_no_tensor(echo_server: TritonServer, model: str) -> None:
     assert "ECHO_CACHE_SALT_ID" not in ok(echo_server, {"text_input": "x"}, model)

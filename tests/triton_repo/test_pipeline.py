@@ -17,7 +17,8 @@ from plugins.support.errors import UsageError
 from tests.triton_repo.conftest import CHARACTER_IDS
 from tests.triton_repo.tables import rows
 from triton_repo.frontend.chat import ChatTemplate
-from triton_repo.frontend.pipeline import FrontEnd, Prepared, prepare
+from triton_repo.frontend.options import FrontEnd
+from triton_repo.frontend.pipeline import Prepared, prepare
 from triton_repo.frontend.tokenizer import (
     ByteTokenizer,
     SlowTokenizer,
@@ -116,8 +117,8 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", PATHS)
 def test_the_salt_is_on_every_path(path: str) -> None:
     row = PATHS[path]
-    assert run(row | SALT).cache_salt_id == SALT_ID
-    assert run(row).cache_salt_id is None
+    assert run(row | SALT).options.cache_salt_id == SALT_ID
+    assert run(row).options.cache_salt_id is None
     for bad in ("", "a/b", "x" * 129):
         assert refused(row | {"cache_salt": bad}).where == "cache_salt"
     # It changes nothing else.
@@ -250,9 +251,9 @@ def test_no_offsets_unless_asked_for() -> None:
 
 def test_end_ids() -> None:
     server = front_end(100, end_ids=(256, 10))
-    assert run({"text_input": "a"}, server).end_ids == (256, 10)
-    assert run({"text_input": "a", "end_id": 7}, server).end_ids == (7,)
-    assert run({"text_input": "a", "end_id": -1}, server).end_ids == ()
+    assert run({"text_input": "a"}, server).options.end_ids == (256, 10)
+    assert run({"text_input": "a", "end_id": 7}, server).options.end_ids == (7,)
+    assert run({"text_input": "a", "end_id": -1}, server).options.end_ids == ()
 
 
 def test_generation_pads_after_its_length_is_known() -> None:
@@ -273,7 +274,7 @@ def test_request_options_need_trust() -> None:
     server = front_end(100, media=MediaPolicy(trust_request_kwargs=False))
     row = {"text_input": "a", "mm_processor_kwargs": '{"fps": 1}'}
     assert refused(row, server).where == "mm_processor_kwargs"
-    assert run(row).mm_views["video"]["fps"] == 1
+    assert run(row).options.mm_views["video"]["fps"] == 1
 
 
 @pytest.mark.parametrize("parts", [True, False])

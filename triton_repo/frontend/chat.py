@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic_core import from_json
 
 from triton_repo.frontend import reasoning, tool_calls
 from triton_repo.frontend.problems import problem
@@ -56,9 +57,11 @@ class Conversation:
 def parse_json(parameter: str, text: str, kind: type) -> Any:
     """JSON text of a request as a list or dict. Raises UsageError naming the parameter."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise problem(parameter, "is not valid JSON") from None
+        # Unlike the standard library's parser it refuses halves of surrogate pairs, which no
+        # tokenizer takes.
+        value = from_json(text)
+    except ValueError as error:
+        raise problem(parameter, "is not valid JSON", found=str(error)) from None
     if not isinstance(value, kind):
         name = "array" if kind is list else "object"
         raise problem(parameter, f"must be a JSON {name}", found=type(value).__name__)
@@ -81,28 +84,34 @@ def parse_messages(text: str) -> Conversation:
         )
     conversation = Conversation([], [])
     for index, message in enumerate(raw):
-        where = f"messages[{index}]"
         if not isinstance(message, dict):
-            raise problem(where, "must be a JSON object", found=type(message).__name__)
+            raise problem(
+                f"messages[{index}]", "must be a JSON object", found=type(message).__name__
+            )
         role = message.get("role")
         if role not in ROLES:
-            raise problem(f"{where}.role", "is not a role", expected=", ".join(ROLES), found=role)
+            raise problem(
+                f"messages[{index}].role", "is not a role", expected=", ".join(ROLES), found=role
+            )
         content = message.get("content")
         if content is None and role == "assistant":
             content = ""
         parsed = dict(message)
         if isinstance(content, list):
-            parts = [parse_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+            parts = [
+                parse_part(f"messages[{index}].content[{i}]", part)
+                for i, part in enumerate(content)
+            ]
             conversation.media += [p for p in parts if isinstance(p, MediaReference)]
             parsed["content"] = [_template_part(p) for p in parts]
         elif not isinstance(content, str):
             raise problem(
-                f"{where}.content",
+                f"messages[{index}].content",
                 "must be a string or a list of parts",
                 found=type(content).__name__,
             )
         if message.get("tool_calls"):
-            parsed["tool_calls"] = _calls(f"{where}.tool_calls", message["tool_calls"])
+            parsed["tool_calls"] = _calls(f"messages[{index}].tool_calls", message["tool_calls"])
         conversation.messages.append(parsed)
     return conversation
 
@@ -195,6 +204,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _environment().from_string(source)
+        # A plain dict: what jinja chains is looked up name by name for every rendering.
+        self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self.knows_parts = (
             "type" in source

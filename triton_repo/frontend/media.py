@@ -80,6 +80,8 @@ def load_media(
 
     The placeholder count comes from the same view of the options as the key.
     """
+    if not references:
+        return []
     check_counts(references, policy)
     items = []
     for reference in references:

@@ -7,79 +7,30 @@ parts and pre-processed features.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from triton_repo.frontend import chat, words
-from triton_repo.frontend.audio.settings import TRANSCRIBE, transcribes
-from triton_repo.frontend.geometry import VisionGeometry
-from triton_repo.frontend.limits import (
-    Limits,
-    Offset,
-    Prompt,
-    TokenizeOptions,
-    check_media_truncation,
-    check_truncation,
-    resolve_padding,
-    resolve_truncation,
-    select,
+from triton_repo.frontend import chat
+from triton_repo.frontend.limits import Limits, Offset, Prompt, check_media_truncation, select
+from triton_repo.frontend.media import MediaItem, load_media
+from triton_repo.frontend.options import (
+    PROMPT_FIELDS,
+    FrontEnd,
+    RequestOptions,
+    Row,
+    check_ids,
+    request_options,
 )
-from triton_repo.frontend.media import MediaItem, MediaPolicy, load_media
-from triton_repo.frontend.mm_kwargs import merge, view
-from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.problems import problem
 from triton_repo.frontend.reasoning import Reasoning, reasoning_after
-from triton_repo.frontend.salt import cache_salt_id
-from triton_repo.frontend.sampling import Sampling, parse_sampling
-from triton_repo.frontend.tokenizer import Encoding, Tokenizer
+from triton_repo.frontend.tokenizer import Encoding
 
 if TYPE_CHECKING:
-    from triton_repo.frontend.audio.frontend import AudioFrontEnd
     from triton_repo.frontend.audio.live import LiveAudio
-
-PROMPT_FIELDS = ("text_input", "input_ids", "messages", "content_parts")
-TASKS = ("generate", "embed")
-# Options that reach the chat template through their own fields.
-RESERVED_TEMPLATE_KEYS = frozenset({"messages", "chat_template", "tokenize"})
-
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class FrontEnd:
-    """What a server knows before the first request.
-
-    Attributes:
-        tokenizer: the model's tokenizer.
-        context: context length in tokens; None when unknown.
-        max_prompt: longest prompt in tokens, where that is less than the context.
-        vocab_size: ids the engine accepts are below it.
-        end_ids: ids that end a sequence unless the request says otherwise.
-        defaults: request fields that hold when a request does not set them.
-        chat_template_kwargs, mm_processor_kwargs: the server's options, below the request's.
-        placeholders: per modality the placeholder token's string.
-        geometry, media: how media expand, and what is allowed; no modality when None.
-        audio: the audio side of a model that hears; None for others.
-    """
-
-    tokenizer: Tokenizer
-    context: int | None
-    vocab_size: int
-    end_ids: tuple[int, ...] = ()
-    max_prompt: int | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: chat.ChatTemplate | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    placeholders: Mapping[str, str] = field(default_factory=dict)
-    geometry: VisionGeometry = field(default_factory=VisionGeometry)
-    media: MediaPolicy = field(default_factory=MediaPolicy)
-    audio: AudioFrontEnd | None = None
 
 
 @dataclass(frozen=True)
@@ -94,24 +45,21 @@ class MediaSpan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One engine input. `prompt.arrays` holds `offsets` where there are any.
+    """One engine input.
 
-    `window` is the size of the chunks in which a longer prompt is embedded; None where it is one.
-    `features` are the spectrograms of a request with audio, float32 [chunks, mels, frames], or
-    [1, mels, frames] of a stream.
+    Attributes:
+        options: what the request asks for besides the prompt.
+        prompt: ids; `prompt.arrays` holds `offsets` where there are any.
+        max_tokens: most tokens of the answer that fit; 0 for an embedding.
+        media: where media items stand in the prompt.
+        window: size of the chunks in which a longer prompt is embedded; None where it is one.
+        features: the spectrograms of a request with audio, float32 [chunks, mels, frames], or
+            [1, mels, frames] of a stream.
     """
 
-    task: str
+    options: RequestOptions
     prompt: Prompt
     max_tokens: int
-    sampling: Sampling
-    text: TextOptions
-    end_ids: tuple[int, ...]
-    pad_id: int | None
-    stop_ids: list[list[int]] | None
-    bad_ids: list[list[int]] | None
-    cache_salt_id: int | None
-    mm_views: dict[str, dict[str, Any]]
     media: list[MediaSpan]
     features: npt.NDArray[np.float32] | None = None
     window: int | None = None
@@ -146,47 +94,25 @@ def prepare(request: Row, server: FrontEnd) -> Prepared:
 
 def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -> Prepared:
     """The steps after the first; `tokenised` when the prompt is already there."""
-    task, limits, options = _options(row, server)
-    template_kwargs = _template_kwargs(row, server)
-    mm_kwargs = _mm_kwargs(row, server)
-    # The salt is checked before any work is done, and attached at the end for every path.
-    salt = cache_salt_id(row.get("cache_salt"))
+    # What the request asks for, the salt too, is checked before any work is done.
+    options = request_options(row, server)
     # 2.-6. Render, guard, normalise, tokenise, map offsets back to the untrimmed text.
     if tokenised is None and server.audio is not None:
         tokenised = _hear(row, server)
     if tokenised is None:
-        tokenised = _tokenise(row, server, options, limits, template_kwargs, mm_kwargs)
+        tokenised = _tokenise(row, server, options)
     # 7.-10. Truncate, pad, check the length; a prompt with media is expanded first, because the
     # limit holds for the expanded prompt.
-    prompt, spans = _fit(tokenised, options, limits, server)
-    max_tokens = _max_tokens(row, task, prompt, limits)
+    prompt, spans = _fit(tokenised, options, server)
     # 11. Text that is echoed comes from the final ids: `Prepared.real_ids`.
-    stop_words = words.check_words("stop_words", row.get("stop_words") or ())
-    bad_words = words.check_words("bad_words", row.get("bad_words") or ())
-    end_ids = _end_ids(row, server)
-    # 12. Everything that isolates caches travels with every engine input.
+    # 12. Everything that isolates caches travels with every engine input, in the options.
     return Prepared(
-        task=task,
+        options=options.with_reasoning(tokenised.reasoning),
         prompt=prompt,
-        max_tokens=max_tokens,
-        sampling=parse_sampling({k: row[k] for k in SAMPLING_FIELDS if k in row}),
-        text=TextOptions(
-            stop_words=stop_words,
-            include_stop=bool(row.get("include_stop_str_in_output", False)),
-            skip_special_tokens=bool(row.get("skip_special_tokens", True)),
-            end_ids=end_ids,
-            tools=_tools(row, server, template_kwargs),
-            reasoning=tokenised.reasoning,
-        ),
-        end_ids=end_ids,
-        pad_id=_pad_id(row, server),
-        stop_ids=_stop_ids(stop_words, tokenised.reasoning, server),
-        bad_ids=words.bad_sequences(server.tokenizer, bad_words) if bad_words else None,
-        cache_salt_id=salt,
-        mm_views={m: view(mm_kwargs, m) if mm_kwargs else {} for m in chat.MODALITIES},
+        max_tokens=_max_tokens(options, prompt),
         media=spans,
         features=tokenised.features,
-        window=_window(prompt, spans, limits),
+        window=_window(prompt, spans, options.limits),
     )
 
 
@@ -216,171 +142,79 @@ def _window(prompt: Prompt, spans: Sequence[MediaSpan], limits: Limits) -> int |
     return window
 
 
-def _stop_ids(
-    stop_words: Sequence[str], reasoning: Reasoning, server: FrontEnd
-) -> list[list[int]] | None:
-    """Stop words as ids; none where they may occur in thoughts, which only their text tells."""
-    if not stop_words or reasoning:
-        return None
-    return words.stop_sequences(server.tokenizer, stop_words)
-
-
-def _max_tokens(row: Row, task: str, prompt: Prompt, limits: Limits) -> int:
-    if task == "embed":
+def _max_tokens(options: RequestOptions, prompt: Prompt) -> int:
+    if options.task == "embed":
         return 0
-    room = limits.context - prompt.real_length if limits.context is not None else None
-    if row.get("max_tokens") is None:
+    context, wanted = options.limits.context, options.max_tokens
+    room = context - prompt.real_length if context is not None else None
+    if wanted is None:
         return room or 1
-    wanted = int(row["max_tokens"])
-    return wanted if room is None else min(wanted, room)
+    return int(wanted) if room is None else min(int(wanted), room)
 
 
-SAMPLING_FIELDS = (
-    "temperature", "top_k", "top_p", "seed", "random_seed", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "length_penalty", "min_tokens",
-    "num_return_sequences", "beam_width",
-)  # fmt: skip
-
-
-def _options(row: Row, server: FrontEnd) -> tuple[str, Limits, TokenizeOptions]:
-    task = row.get("task", "generate")
-    tasks = TASKS if server.audio is None else (*TASKS, TRANSCRIBE)
-    if task not in tasks:
-        raise problem("task", "is not a task", expected=" or ".join(tasks), found=task)
-    if server.audio is not None and task != "embed" and transcribes(row, server.audio.streaming):
-        task = TRANSCRIBE
-    max_tokens = row.get("max_tokens")
-    if task != "embed":
-        # A transcription is as long as what was said.
-        if max_tokens is None and task == "generate":
-            raise problem("max_tokens", "is required")
-        if max_tokens is not None and max_tokens < 1:
-            raise problem("max_tokens", "is out of range", expected=">= 1", found=max_tokens)
-    if row.get("min_tokens") is not None and row["min_tokens"] > (max_tokens or 0):
-        raise problem(
-            "min_tokens", "is larger than max_tokens", expected=f"<= {max_tokens}",
-            found=row["min_tokens"],
-        )  # fmt: skip
-    output = 0 if task == "embed" else max_tokens
-    chunked = bool(row.get("enable_chunked_processing", False))
-    if chunked and task != "embed":
-        raise problem(
-            "enable_chunked_processing", "is for embeddings", expected="task embed", found=task
-        )
-    limits = Limits(server.context, output, server.max_prompt, chunked)
-    max_length = row.get("max_length")
-    if max_length is not None and max_length < 1:
-        raise problem("max_length", "is out of range", expected=">= 1", found=max_length)
-    truncate, side = row.get("truncate_prompt_tokens"), row.get("truncation_side")
-    check_truncation(truncate, side)
-    wish = resolve_truncation(row.get("truncation"), max_length)
-    if wish is False:
-        truncate = None
-    elif truncate is None and wish is not None:
-        truncate = int(wish)
-    pad = resolve_padding(row.get("padding"), max_length)
-    return task, limits, TokenizeOptions(
-        truncate=truncate,
-        side=side,
-        pad=None if pad is None or pad is False else int(pad),
-        add_special_tokens=row.get("add_special_tokens"),
-        want_offsets=bool(row.get("return_token_offsets", False)),
-        lowercase=bool(row.get("lowercase", False)),
-    )  # fmt: skip
-
-
-def _template_kwargs(row: Row, server: FrontEnd) -> dict[str, Any]:
-    """Server and request options for the chat template, merged once for all who read them."""
-    text = row.get("chat_template_kwargs")
-    request = chat.parse_json("chat_template_kwargs", text, dict) if text is not None else {}
-    for key in request:
-        if key in RESERVED_TEMPLATE_KEYS:
-            raise problem("chat_template_kwargs", "sets a reserved name", found=key)
-    return {**server.chat_template_kwargs, **request}
-
-
-def _tools(row: Row, server: FrontEnd, template_kwargs: Mapping[str, Any]) -> str:
-    """The functions whose calls are taken out of the answer, as JSON text; empty for none."""
-    tools, template = template_kwargs.get("tools"), server.chat_template
-    if not tools or template is None or not template.calls_tools or row.get("messages") is None:
-        return ""
-    chat.check_tools(tools)
-    return json.dumps(tools, ensure_ascii=False)
-
-
-def _mm_kwargs(row: Row, server: FrontEnd) -> dict[str, Any]:
-    text = row.get("mm_processor_kwargs")
-    if text is None:
-        return merge(server.mm_processor_kwargs, {}) if server.mm_processor_kwargs else {}
-    request = chat.parse_json("mm_processor_kwargs", text, dict)
-    if request and not server.media.trust_request_kwargs:
-        raise problem("mm_processor_kwargs", "is not allowed per request on this server")
-    return merge(server.mm_processor_kwargs, request)
-
-
-def _tokenise(
-    row: Row,
-    server: FrontEnd,
-    options: TokenizeOptions,
-    limits: Limits,
-    template_kwargs: Mapping[str, Any],
-    mm_kwargs: Mapping[str, Any],
-) -> _Tokenised:
-    given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
+def _tokenise(row: Row, server: FrontEnd, options: RequestOptions) -> _Tokenised:
+    given = [name for name in PROMPT_FIELDS if name in row]
     if len(given) != 1:
         raise problem(
             "text_input", "give exactly one prompt", expected=" or ".join(PROMPT_FIELDS),
             found=", ".join(given) or "none",
         )  # fmt: skip
-    extra = [
-        chat.MediaReference("image", url, parameter="image_url_input")
-        for url in row.get("image_url_input") or ()
-    ]
-    extra += [
-        chat.MediaReference("image", data=data, parameter="image_bytes_input")
-        for data in row.get("image_bytes_input") or ()
-    ]
-    extra += [
-        chat.MediaReference("audio", url, parameter="audio_url")
-        for url in row.get("audio_url") or ()
-    ]
-    if row.get("audio_bytes") is not None:
-        extra.append(chat.MediaReference("audio", data=row["audio_bytes"], parameter="audio_bytes"))
     for name in ("audio_samples", "language", "delay_ms"):
-        if row.get(name) is not None:
+        if name in row:
             raise problem(name, "this model does not take audio")
-    if row.get("input_ids") is not None:
+    extra = _media_in_tensors(row)
+    if "input_ids" in row:
         ids = list(row["input_ids"])
-        _check_ids("input_ids", ids, server)
+        check_ids("input_ids", ids, server)
         spans = _features(row.get("mm_features"), len(ids))
         if extra:
             raise problem("input_ids", "media beside ids need content_parts")
         return _Tokenised(Encoding(ids, None, (0, 0)), [], spans)
-    if row.get("mm_features") is not None:
+    if "mm_features" in row:
         raise problem("mm_features", "needs input_ids")
-    if row.get("content_parts") is not None:
-        return _tokenise_parts(row["content_parts"], extra, server, options, limits, mm_kwargs)
+    if "content_parts" in row:
+        return _tokenise_parts(row["content_parts"], extra, server, options)
+    add_special = options.tokenize.add_special_tokens
     reasoning: Reasoning = ""
-    if row.get("messages") is not None:
+    if "messages" in row:
         conversation = chat.parse_messages(row["messages"])
-        media = load_media(conversation.media + extra, mm_kwargs, server.geometry, server.media)
+        references = conversation.media + extra
+        media = load_media(references, options.mm_kwargs, server.geometry, server.media)
         sentinels = [f"\x00{i}\x00" for i in range(len(media))]
-        text = _render(conversation, server, template_kwargs, sentinels)
+        text = _render(conversation, server, options.template_kwargs, sentinels)
         if server.chat_template is not None and server.chat_template.thinks:
             reasoning = reasoning_after(text)
-        special = False if options.add_special_tokens is None else options.add_special_tokens
+        special = False if add_special is None else add_special
     else:
         text = row["text_input"]
-        media = load_media(extra, mm_kwargs, server.geometry, server.media)
+        media = load_media(extra, options.mm_kwargs, server.geometry, server.media)
         sentinels = [f"\x00{i}\x00" for i in range(len(media))]
         if sentinels:
             text = "".join(sentinels) + text.replace("\x00", "")
-        special = options.add_special_tokens is not False
+        special = add_special is not False
     if not media:
-        encoding = _tokenise_text(text, special, options, limits, server)
+        encoding = _tokenise_text(text, special, options, server)
         return _Tokenised(encoding, [], [], reasoning=reasoning)
     encoding, positions = _tokenise_with_media(text, special, options, media, sentinels, server)
     return _Tokenised(encoding, positions, [], reasoning=reasoning)
+
+
+def _media_in_tensors(row: Row) -> list[chat.MediaReference]:
+    """Media that came beside the prompt, in tensors of their own."""
+    media = [
+        chat.MediaReference("image", url, parameter="image_url_input")
+        for url in row.get("image_url_input", ())
+    ]
+    media += [
+        chat.MediaReference("image", data=data, parameter="image_bytes_input")
+        for data in row.get("image_bytes_input", ())
+    ]
+    media += [
+        chat.MediaReference("audio", url, parameter="audio_url") for url in row.get("audio_url", ())
+    ]
+    if "audio_bytes" in row:
+        media.append(chat.MediaReference("audio", data=row["audio_bytes"], parameter="audio_bytes"))
+    return media
 
 
 def _hear(row: Row, server: FrontEnd) -> _Tokenised | None:
@@ -394,7 +228,7 @@ def _hear(row: Row, server: FrontEnd) -> _Tokenised | None:
     if hearing is None:
         return None
     ids = hearing.heard.ids
-    _check_ids("input_ids", ids, server)
+    check_ids("input_ids", ids, server)
     spans = [MediaSpan("audio", *span) for span in hearing.spans]
     if server.audio.streaming and row.get("truncate_prompt_tokens") is not None:
         raise problem("truncate_prompt_tokens", "a stream cannot be cut")
@@ -428,10 +262,9 @@ def _render(
     )
 
 
-def _tokenise_text(
-    text: str, special: bool, options: TokenizeOptions, limits: Limits, server: FrontEnd
-) -> Encoding:
+def _tokenise_text(text: str, special: bool, wanted: RequestOptions, server: FrontEnd) -> Encoding:
     """Steps 3 to 6 for one text."""
+    options, limits = wanted.tokenize, wanted.limits
     # 3. A text that cannot fit is refused, or cut, before the tokenizer spends time on it.
     cut_left = 0
     if limits.longest is not None:
@@ -465,13 +298,13 @@ def _tokenise_text(
 def _tokenise_with_media(
     text: str,
     special: bool,
-    options: TokenizeOptions,
+    options: RequestOptions,
     media: Sequence[MediaItem],
     sentinels: Sequence[str],
     server: FrontEnd,
 ) -> tuple[Encoding, list[tuple[int, MediaItem]]]:
     """Ids with one placeholder per item, and the items' positions. There are no offsets."""
-    if options.lowercase:
+    if options.tokenize.lowercase:
         text = text.lower()
     ids: list[int] = []
     positions: list[tuple[int, MediaItem]] = []
@@ -498,18 +331,13 @@ def _tokenise_with_media(
 
 
 def _tokenise_parts(
-    text: str,
-    extra: Sequence[chat.MediaReference],
-    server: FrontEnd,
-    options: TokenizeOptions,
-    limits: Limits,
-    mm_kwargs: Mapping[str, Any],
+    text: str, extra: Sequence[chat.MediaReference], server: FrontEnd, options: RequestOptions
 ) -> _Tokenised:
     """Content parts: texts, token ids and media in order, without a template."""
     raw = chat.parse_json("content_parts", text, list)
     parts = [chat.parse_part(f"content_parts[{i}]", part) for i, part in enumerate(raw)]
     references = [p for p in parts if isinstance(p, chat.MediaReference)]
-    items = load_media([*references, *extra], mm_kwargs, server.geometry, server.media)
+    items = load_media([*references, *extra], options.mm_kwargs, server.geometry, server.media)
     remaining = iter(items)
     ids: list[int] = []
     positions: list[tuple[int, MediaItem]] = []
@@ -518,15 +346,15 @@ def _tokenise_parts(
         positions.append((len(ids), item))
         ids.append(_placeholder_id(item.modality, server))
 
-    special = options.add_special_tokens is True
+    special = options.tokenize.add_special_tokens is True
+    plain = replace(options, tokenize=options.tokenize.replace(want_offsets=False))
     for index, part in enumerate(parts):
         if isinstance(part, chat.MediaReference):
             place(next(remaining))
         elif isinstance(part, str):
-            plain = options.replace(want_offsets=False)
-            ids += _tokenise_text(part, special and index == 0, plain, limits, server).ids
+            ids += _tokenise_text(part, special and index == 0, plain, server).ids
         else:
-            _check_ids(f"content_parts[{index}].token_ids", part, server)
+            check_ids(f"content_parts[{index}].token_ids", part, server)
             ids += part
     for item in remaining:
         place(item)
@@ -534,10 +362,10 @@ def _tokenise_parts(
 
 
 def _fit(
-    tokenised: _Tokenised, options: TokenizeOptions, limits: Limits, server: FrontEnd
+    tokenised: _Tokenised, wanted: RequestOptions, server: FrontEnd
 ) -> tuple[Prompt, list[MediaSpan]]:
     """Steps 7 to 10: expand placeholders, truncate, pad, check; every array goes along."""
-    encoding = tokenised.encoding
+    encoding, options, limits = tokenised.encoding, wanted.tokenize, wanted.limits
     ids, spans = _expand(encoding.ids, tokenised.media)
     spans += tokenised.spans
     arrays: dict[str, list[Any]] = {}
@@ -567,6 +395,8 @@ def _expand(
     ids: list[int], media: Sequence[tuple[int, MediaItem]]
 ) -> tuple[list[int], list[MediaSpan]]:
     """Each placeholder becomes as many as its item has tokens."""
+    if not media:
+        return ids, []
     out: list[int] = []
     spans: list[MediaSpan] = []
     start = 0
@@ -609,35 +439,3 @@ def _placeholder_id(modality: str, server: FrontEnd) -> int:
     if token_id is None:
         raise problem(f"{modality}_url", f"this model does not take {modality} inputs")
     return token_id
-
-
-def _check_ids(parameter: str, ids: Sequence[int], server: FrontEnd) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < server.vocab_size):
-        bad = next(i for i in ids if not 0 <= i < server.vocab_size)
-        raise problem(
-            parameter, "holds an id that is out of range",
-            expected=f"0 to {server.vocab_size - 1}", found=bad,
-        )  # fmt: skip
-
-
-def _end_ids(row: Row, server: FrontEnd) -> tuple[int, ...]:
-    """The request's end id (-1: none), else the model's."""
-    end_id = row.get("end_id")
-    if end_id is None:
-        # In a stream the end of a sentence is ordinary output; the audio's end is the end.
-        return () if server.audio is not None and server.audio.streaming else server.end_ids
-    if end_id == -1:
-        return ()
-    _check_ids("end_id", [end_id], server)
-    return (int(end_id),)
-
-
-def _pad_id(row: Row, server: FrontEnd) -> int | None:
-    """The request's pad id, else the tokenizer's, else its end id as the classic backend does."""
-    pad_id = row.get("pad_id")
-    if pad_id is not None:
-        _check_ids("pad_id", [pad_id], server)
-        return int(pad_id)
-    if server.tokenizer.pad_id is not None:
-        return server.tokenizer.pad_id
-    return server.end_ids[0] if server.end_ids else None

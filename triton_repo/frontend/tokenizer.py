@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 from plugins.support.errors import InputError
+from triton_repo.frontend.encoder import Encoder, agreeing_version, installed_version, open_encoder
 from triton_repo.frontend.limits import Offset
 from triton_repo.frontend.tekken import TekkenTokenizer, tekken_files
 
+LOG = logging.getLogger(__name__)
 BYTES = "bytes"
 # Files of a compiled tokenizer.
 FACTS_FILE = "front_end.json"
@@ -115,7 +119,11 @@ class ByteTokenizer:
 
 
 class Facts(BaseModel):
-    """What a tokenizer knows besides its vocabulary; `FACTS_FILE` of a compiled tokenizer."""
+    """What a tokenizer knows besides its vocabulary; `FACTS_FILE` of a compiled tokenizer.
+
+    Attributes:
+        encoder_version: the version of the faster encoder that gave the same ids; None for none.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -127,6 +135,7 @@ class Facts(BaseModel):
     max_chars_per_token: int
     chat_template: str | None
     special_tokens: dict[str, str]
+    encoder_version: str | None = None
 
 
 class _WithFacts:
@@ -155,10 +164,11 @@ class FastTokenizer(_WithFacts):
     starts in milliseconds and stays small.
     """
 
-    def __init__(self, backend: Any, facts: Facts) -> None:
+    def __init__(self, backend: Any, facts: Facts, vocabulary: Path | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._vocabulary = vocabulary
         super().__init__(facts)
 
     @staticmethod
@@ -166,9 +176,10 @@ class FastTokenizer(_WithFacts):
         """The tokenizer that `save` wrote. Raises InputError when a file is missing or damaged."""
         from tokenizers import Tokenizer as Backend
 
+        vocabulary = directory / VOCABULARY_FILE
         try:
             facts = Facts.model_validate_json((directory / FACTS_FILE).read_text())
-            backend = Backend.from_file(str(directory / VOCABULARY_FILE))
+            backend = Backend.from_file(str(vocabulary))
         except Exception as error:
             raise InputError(
                 "the tokenizer of the model repository cannot be read",
@@ -176,23 +187,44 @@ class FastTokenizer(_WithFacts):
                 found=" ".join(str(error).split())[:300],
                 fix="write the repository again with `build-engine repo`",
             ) from error
-        return FastTokenizer(backend, facts)
+        return FastTokenizer(backend, facts, vocabulary)
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer into an existing directory."""
-        self._backend.save(str(directory / VOCABULARY_FILE))
-        (directory / FACTS_FILE).write_text(self._facts.model_dump_json(indent=2) + "\n")
+        """Write the tokenizer into an existing directory, and which encoder may replace it."""
+        vocabulary = directory / VOCABULARY_FILE
+        self._backend.save(str(vocabulary))
+        encoder_version = agreeing_version(self._backend, vocabulary)
+        facts = self._facts.model_copy(update={"encoder_version": encoder_version})
+        (directory / FACTS_FILE).write_text(facts.model_dump_json(indent=2) + "\n")
+
+    @cached_property
+    def _encoder(self) -> Encoder | None:
+        """The faster encoder; opened by the first text, for not every model encodes."""
+        compared = self._facts.encoder_version
+        if compared is None or self._vocabulary is None:
+            return None
+        found = installed_version()
+        if found != compared:
+            LOG.warning(
+                "texts are encoded more slowly: fastokens is %s, and %s gave the right ids when "
+                "the model repository was written",
+                found or "not installed",
+                compared,
+            )
+            return None
+        return open_encoder(self._vocabulary)
 
     def encode(self, text: str, add_special_tokens: bool, want_offsets: bool) -> Encoding:
         """Ids of `text`, with offsets in code points when asked for."""
-        if not add_special_tokens and not want_offsets:
-            # The same ids, without the offsets that `encode` always computes.
-            return Encoding(
-                self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids,
-                None,
-                (0, 0),
-            )
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        encoding: Any
+        if want_offsets:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        elif self._encoder is not None:
+            encoding = self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )[0]
         specials = (0, 0)
         if add_special_tokens:
             mask = encoding.special_tokens_mask

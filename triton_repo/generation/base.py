@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from triton_repo.frontend.chat import MODALITIES
+from triton_repo.frontend.options import RequestOptions
 from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.pipeline import MediaSpan, Prepared
 from triton_repo.frontend.problems import problem
@@ -176,43 +176,36 @@ class RequestState(BaseModel):
     media: tuple[SpanState, ...] = ()
 
     @staticmethod
-    def is_needed(prepared: Prepared) -> bool:
-        """Whether the classic tensors do not say everything about a prompt."""
-        text = prepared.text
-        return bool(
-            len(prepared.end_ids) > 1
-            or prepared.task != "generate"
-            or RequestState._text(text)
-            or any(prepared.mm_views.values())
-            or prepared.features is not None
-            or prepared.media
-        )
+    def is_needed(options: RequestOptions) -> bool:
+        """Whether the classic tensors do not say everything about options."""
+        return len(options.end_ids) > 1 or len(RequestState.of_options(options)) > 1
 
     @staticmethod
-    def write(prepared: Prepared) -> str:
-        """The state of one prepared prompt as JSON text; what is as usual is left out."""
-        text = prepared.text
-        state: dict[str, Any] = {"end_ids": prepared.end_ids}
-        if prepared.task != "generate":
-            state["task"] = prepared.task
+    def of_options(options: RequestOptions) -> dict[str, Any]:
+        """What a state holds of the options, as a JSON object; what is as usual is left out."""
+        state: dict[str, Any] = {"end_ids": options.end_ids}
+        if options.task != "generate":
+            state["task"] = options.task
+        values = {name: getattr(options.text, name) for name in TextState.model_fields}
+        text = {name: v for name, v in values.items() if v != getattr(_USUAL, name)}
+        if text:
+            state["text"] = text
+        if any(options.mm_views.values()):
+            state["mm_views"] = options.mm_views
+        return state
+
+    @staticmethod
+    def of_prompt(prepared: Prepared) -> dict[str, Any]:
+        """What a state holds besides, of one prompt; empty when the classic tensors say all."""
+        state: dict[str, Any] = {}
         if prepared.window is not None:
             state["window"] = prepared.window
-        if RequestState._text(text):
-            state["text"] = RequestState._text(text)
-        if any(prepared.mm_views.values()):
-            state["mm_views"] = prepared.mm_views
         if prepared.features is not None:
             # Rows of a batch are filled to one shape.
             state["features_shape"] = prepared.features.shape
         if prepared.media:
             state["media"] = [asdict(span) for span in prepared.media]
-        return json.dumps(state)
-
-    @staticmethod
-    def _text(text: TextOptions) -> dict[str, Any]:
-        """The options that are not as usual."""
-        values = {name: getattr(text, name) for name in TextState.model_fields}
-        return {name: v for name, v in values.items() if v != getattr(_USUAL, name)}
+        return state
 
     @staticmethod
     def parse(text: str | None) -> RequestState:
@@ -229,16 +222,17 @@ class RequestState(BaseModel):
 
 def call_from_prepared(prepared: Prepared, echo: dict[str, Any] | None) -> GenerationCall:
     """The call for one prepared prompt; `echo` holds the echo fields of the request, or None."""
+    options = prepared.options
     return GenerationCall(
         prompt_ids=prepared.real_ids,
         max_tokens=prepared.max_tokens,
-        sampling=prepared.sampling,
-        end_ids=prepared.end_ids,
-        stop_ids=prepared.stop_ids or [],
-        bad_ids=prepared.bad_ids or [],
-        text=prepared.text,
-        cache_salt_id=prepared.cache_salt_id,
-        task=prepared.task,
+        sampling=options.sampling,
+        end_ids=options.end_ids,
+        stop_ids=options.stop_ids or [],
+        bad_ids=options.bad_ids or [],
+        text=options.text,
+        cache_salt_id=options.cache_salt_id,
+        task=options.task,
         window=prepared.window,
         media=prepared.media,
         features=prepared.features,
@@ -253,6 +247,6 @@ def received(prepared: Prepared) -> dict[str, Any]:
         "input_ids": prepared.prompt.ids,
         "attention_mask": prepared.prompt.attention_mask,
         "offsets": offsets,
-        "mm_views": prepared.mm_views,
-        "pad_id": prepared.pad_id,
+        "mm_views": prepared.options.mm_views,
+        "pad_id": prepared.options.pad_id,
     }

@@ -19,6 +19,7 @@ def limit_threads(count: int) -> None:
     """Keep libraries of this process from starting one thread per core each."""
     os.environ["OMP_NUM_THREADS"] = str(count)
     os.environ["RAYON_NUM_THREADS"] = str(count)
+    os.environ["FASTOKENS_BPE_THREADS"] = str(count)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -57,14 +58,14 @@ _MEDIA_TENSORS = frozenset(
 
 def may_take_long(tensors: Mapping[str, Array]) -> bool:
     """Whether a request names media, which have to be fetched or decoded."""
-    if _MEDIA_TENSORS & tensors.keys():
+    if not _MEDIA_TENSORS.isdisjoint(tensors):
         return True
-    return any(
-        b"_url" in value or b"input_audio" in value
-        for name in _MEDIA_FIELDS
-        if name in tensors
-        for value in tensors[name].flat
-    )
+    for name in _MEDIA_FIELDS:
+        if name in tensors:
+            for value in tensors[name].ravel().tolist():
+                if b"_url" in value or b"input_audio" in value:
+                    return True
+    return False
 
 
 def belongs_to_stream(request: Any) -> bool:

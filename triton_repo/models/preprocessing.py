@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from plugins.support.errors import UsageError
+from triton_repo.frontend.options import RequestOptions
 from triton_repo.frontend.pipeline import Prepared, prepare
 from triton_repo.frontend.problems import problem
 from triton_repo.frontend.words import to_word_list
@@ -48,6 +51,7 @@ class Preprocessing:
             f.preprocessing: f for f in request_fields(echo=True) if f.preprocessing is not None
         }
         self._public_names = [f.name for f in request_fields(echo=True)]
+        self._tensors: WeakKeyDictionary[RequestOptions, dict[str, Any]] = WeakKeyDictionary()
         self._pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media")
         hide_from_collector()
 
@@ -79,48 +83,72 @@ class Preprocessing:
                 )
             rows = read_rows(inputs, self._fields)
             prepared = [prepare(row, self._front_end) for row in rows]
-            outputs = preprocessed_tensors(prepared)
+            outputs = self._option_tensors([p.options for p in prepared])
+            outputs |= {n: pb.Tensor(n, a) for n, a in prompt_tensors(prepared).items()}
         except Exception as error:
             return pb.InferenceResponse(error=triton_error(pb, *describe(error)))
-        return pb.InferenceResponse([pb.Tensor(n, a) for n, a in outputs.items()])
+        return pb.InferenceResponse(list(outputs.values()))
+
+    def _option_tensors(self, options: Sequence[RequestOptions]) -> dict[str, Any]:
+        """Triton's tensors for the options of a batch; those of one row live as long as it."""
+        kept = self._tensors.get(options[0]) if len(options) == 1 else None
+        if kept is None:
+            kept = {n: self._pb.Tensor(n, a) for n, a in option_tensors(options).items()}
+            if len(options) == 1:
+                self._tensors[options[0]] = kept
+        return dict(kept)
 
 
-def preprocessed_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
-    """Output tensors of `preprocessing` for a batch of prompts.
+def prompt_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
+    """Output tensors for the prompts of a batch.
 
     Rows of unequal length are filled: ids with the pad id, offsets and masks with 0;
     REQUEST_INPUT_LEN has the length before padding.
     """
-    first = prepared[0]
-    rows: dict[str, list[Any]] = {
-        "INPUT_ID": [p.prompt.ids for p in prepared],
-        "REQUEST_INPUT_LEN": [[p.prompt.real_length] for p in prepared],
-        "REQUEST_OUTPUT_LEN": [[p.max_tokens] for p in prepared],
+    ids = [p.prompt.ids for p in prepared]
+    tensors: dict[str, Array] = {
+        "INPUT_ID": batch_of(_OUTPUTS["INPUT_ID"], ids, prepared[0].options.pad_id or 0),
+        "REQUEST_INPUT_LEN": np.array([[p.prompt.real_length] for p in prepared], dtype=np.int32),
+        "REQUEST_OUTPUT_LEN": np.array([[p.max_tokens] for p in prepared], dtype=np.int32),
     }
-    ends = [bool(p.end_ids) for p in prepared]
-    if all(ends):
-        rows["OUT_END_ID"] = [[p.end_ids[0]] for p in prepared]
-    if any(RequestState.is_needed(p) for p in prepared) or any(ends) != all(ends):
-        rows["REQUEST_STATE"] = [RequestState.write(p) for p in prepared]
+    rows: dict[str, list[Any]] = {}
     if any(p.features is not None for p in prepared):
         nothing = np.zeros((0, 0, 0), dtype=np.float32)
         rows["INPUT_FEATURES"] = [nothing if p.features is None else p.features for p in prepared]
+    states = [RequestState.of_prompt(p) for p in prepared]
+    if any(states):
+        # In place of the state of the options alone.
+        rows["REQUEST_STATE"] = [
+            json.dumps(RequestState.of_options(p.options) | state)
+            for p, state in zip(prepared, states, strict=True)
+        ]
     # Without padding the mask says nothing.
     if any(len(p.prompt.ids) > p.prompt.real_length for p in prepared):
         rows["ATTENTION_MASK"] = [p.prompt.attention_mask for p in prepared]
-    if any(p.bad_ids is not None for p in prepared):
-        rows["BAD_WORDS_IDS"] = [to_word_list(p.bad_ids) for p in prepared]
-    if any(p.stop_ids is not None for p in prepared):
-        rows["STOP_WORDS_IDS"] = [to_word_list(p.stop_ids) for p in prepared]
-    if all(p.pad_id is not None for p in prepared):
-        rows["OUT_PAD_ID"] = [[p.pad_id] for p in prepared]
+    if all("offsets" in p.prompt.arrays for p in prepared):
+        rows["PROMPT_TOKEN_OFFSETS"] = [p.prompt.arrays["offsets"] for p in prepared]
+    return tensors | {name: batch_of(_OUTPUTS[name], values) for name, values in rows.items()}
+
+
+def option_tensors(options: Sequence[RequestOptions]) -> dict[str, Array]:
+    """Output tensors for what the rows of a batch ask for besides their prompts."""
+    rows: dict[str, list[Any]] = {}
+    ends = [bool(o.end_ids) for o in options]
+    if all(ends):
+        rows["OUT_END_ID"] = [[o.end_ids[0]] for o in options]
+    if any(map(RequestState.is_needed, options)) or any(ends) != all(ends):
+        rows["REQUEST_STATE"] = [json.dumps(RequestState.of_options(o)) for o in options]
+    if any(o.bad_ids is not None for o in options):
+        rows["BAD_WORDS_IDS"] = [to_word_list(o.bad_ids) for o in options]
+    if any(o.stop_ids is not None for o in options):
+        rows["STOP_WORDS_IDS"] = [to_word_list(o.stop_ids) for o in options]
+    if all(o.pad_id is not None for o in options):
+        rows["OUT_PAD_ID"] = [[o.pad_id] for o in options]
     # Absent means absent: no salt is neither id 0 nor the id of an empty text.
-    salts = [p.cache_salt_id for p in prepared]
+    salts = [o.cache_salt_id for o in options]
     if all(s is not None for s in salts):
         rows["CACHE_SALT_ID"] = [[s] for s in salts]
     elif any(s is not None for s in salts):
         raise UsageError("every row of a batch needs a salt, or none", where="cache_salt")
-    if all("offsets" in p.prompt.arrays for p in prepared):
-        rows["PROMPT_TOKEN_OFFSETS"] = [p.prompt.arrays["offsets"] for p in prepared]
-    fills = {"INPUT_ID": first.pad_id or 0, "BAD_WORDS_IDS": -1, "STOP_WORDS_IDS": -1}
+    fills = {"BAD_WORDS_IDS": -1, "STOP_WORDS_IDS": -1}
     return {n: batch_of(_OUTPUTS[n], v, fills.get(n, 0)) for n, v in rows.items()}
