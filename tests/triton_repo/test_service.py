@@ -165,7 +165,7 @@ def test_many_threads(service: GenerationService) -> None:
 def test_calls_survive_the_channel() -> None:
     full = GenerationCall(
         [1, 2], 5, Sampling(temperature=0.5, seed=2**64 - 1), (7, 8), [[1], [2, 3]], [[4]],
-        TextOptions(("é",), True, False, (7,), '[{"name": "f"}]', "open"), 2**63 + 1, "embed",
+        TextOptions(("é",), True, False, (7,), '[{"name": "f"}]', "open"), 2**63 + 1, "embed", 16,
         [MediaSpan("image", 0, 1, 2**64 - 1)], {"echo_output_ids": [1]},
     )  # fmt: skip
     import json
