@@ -96,15 +96,15 @@ def test_template_and_parser_see_the_same_options(
     if by == "request":
         row["chat_template_kwargs"] = json.dumps(kwargs)
     prepared = run(row, server)
-    assert prepared.text.reasoning == begins
+    assert prepared.options.text.reasoning == begins
     # Ids cannot tell thoughts from an answer: where there may be some, the text alone is matched.
-    assert (prepared.stop_ids is None) == bool(begins)
+    assert (prepared.options.stop_ids is None) == bool(begins)
 
 
 def test_a_text_prompt_has_no_thoughts() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = OPENING
-    assert run({"text_input": "<think>"}, front_end(100, tokenizer)).text.reasoning == ""
+    assert run({"text_input": "<think>"}, front_end(100, tokenizer)).options.text.reasoning == ""
 
 
 def everything(options: TextOptions, text: str, tokenizer: Any = BYTES) -> tuple[str, str, Any]:
