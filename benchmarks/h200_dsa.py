@@ -325,25 +325,28 @@ class Bench:
             want = reference.latent_attention(
                 q_latent.float(), q_rope.float(), cache[:, 0].float(), ids, scale=g.scale, gate=gate
             )
-            for choice in (
+            choices: tuple[dict[str, Any], ...] = (
                 {"tiles": WindowTiles(1)},
                 {"tiles": WindowTiles(4)},
-                {},
-            ):
+                {"splits": 1},
+                {"splits": 2},
+                {"splits": 8},
+            )
+            for choice in choices:
                 got = kernel.attend_window(
                     g, q_latent, q_rope, cache, past, new, start, gate, **choice
                 )
                 mistake = error(got, want)
                 assert mistake < 8e-3, f"window attention, {rows} rows, {choice}: {mistake}"
                 assert not got[3].any(), "padding rows are not zero"
-            print(f"check      window, ring of {rows}: error {mistake:.1e}", flush=True)
+                print(f"check      window, ring of {rows}, {choice}: {mistake:.1e}", flush=True)
 
     def window(self) -> None:
         self.check_window()
         g = SLIDING
         rows = 1024
         width = g.latent + g.rope
-        for batch, steps in ((1, 1), (8, 1), (32, 1), (64, 1), (128, 1), (32, 4), (1, 2048)):
+        for batch, steps in WINDOW_CALLS:
             many = steps > 64
             span = g.window - 1 + steps
             sets: list[dict[str, Any]] = [
@@ -365,9 +368,11 @@ class Bench:
             variants: list[dict[str, Any]] = [{}]
             if self.sweep and not many:
                 variants.append({"tiles": WindowTiles(min(steps, 4))})
+                variants += [{"splits": n} for n in (1, 2, 4) if batch * steps * n < 256]
             for choice in variants:
                 calls = [partial(kernel.attend_window, g, **s, **choice) for s in sets]
-                label = " portable" if choice else ""
+                label = f", {choice['splits']} runs" if "splits" in choice else ""
+                label += " portable" if "tiles" in choice else ""
                 self.add("window", f"{batch} x {steps}{label}", calls, moved, flop)
 
     # Indexer ----------------------------------------------------------------------------------
@@ -446,6 +451,8 @@ def compiled_specs() -> dict[str, tuple[KernelSpec, str]]:
         "merge": (plan.merge_splits(FULL, 2), "9.0"),
         "attend_portable": (plan.attend_whole(FULL), "8.0"),
         "window": (plan.window_whole_hopper(SLIDING), "9.0"),
+        "window_split": (plan.window_split_hopper(SLIDING), "9.0"),
+        "window_merge": (plan.merge_splits(SLIDING, 2), "9.0"),
         "dense": (plan.attend_dense_hopper(FULL), "9.0"),
         "scores": (plan.score_tokens(FULL), "9.0"),
         "select_chunk": (plan.select_chunk(FULL, kernel.SELECT_CHUNK), "9.0"),
@@ -537,8 +544,17 @@ def run_compiled(directory: Path) -> None:
     }
     gate = randn(batch, steps, g.heads)
     out = torch.full_like(window_inputs["q_latent"], float("nan"))
-    launch("window", {**window_inputs, "gate": gate, "out": out}, {**rows, "S": steps, "R": 600})
-    report("window", out, kernel.attend_window(g, **window_inputs, gate=gate, tiles=WindowTiles()))
+    sizes = {**rows, "S": steps, "R": 600, "splits": 2}
+    want = kernel.attend_window(g, **window_inputs, gate=gate, tiles=WindowTiles())
+    launch("window", {**window_inputs, "gate": gate, "out": out}, sizes)
+    report("window", out, want)
+    work = {
+        "partial": torch.empty(batch, steps, 2, g.heads, g.latent, device=DEVICE),
+        "partial_lse": torch.empty(batch, steps, 2, g.heads, device=DEVICE),
+    }
+    launch("window_split", {**window_inputs, **work}, sizes)
+    launch("window_merge", {**work, "gate": gate, "out": out.fill_(float("nan"))}, sizes)
+    report("window_split", out, want)
     g, steps = FULL, 300
     inputs = {
         "q_nope": randn(1, steps, g.heads, g.nope),
@@ -561,6 +577,10 @@ def _torch_latent(g: Geometry, s: dict[str, torch.Tensor], cache: torch.Tensor) 
     return F.scaled_dot_product_attention(query, cache, cache[..., : g.latent], scale=g.scale)
 
 
+# Slots and queries per slot.
+WINDOW_CALLS = (
+    (1, 1), (8, 1), (16, 1), (32, 1), (48, 1), (64, 1), (96, 1), (128, 1), (32, 4), (1, 2048),
+)  # fmt: skip
 SCORE_SWEEP = [(1, 128, 4, 3), (1, 128, 8, 3), (1, 64, 4, 4), (1, 128, 4, 4)]
 SCORE_SWEEP_MANY = [(4, 128, 8, 3), (2, 128, 8, 3), (4, 64, 4, 3), (2, 128, 4, 3)]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.aot.launch import launch as launch_kernel
 from plugins.aot.quick import Operation
 from plugins.aot.spec import KernelSpec
 from plugins.dsa import plugin as dsa
@@ -145,5 +146,5 @@ def _launched(
         if argument.name not in spec.aliases
     }
     same = {output: given[before] for output, before in spec.aliases.items()}
-    spec.launch({**given, **made, **same}, operation.values(shapes, attributes))
+    launch_kernel(spec, {**given, **made, **same}, operation.values(shapes, attributes))
     return made

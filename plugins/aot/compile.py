@@ -42,6 +42,7 @@ _TYPES = {
     "int64": "i64",
 }
 _FP8_CAPABILITY = (8, 9)
+_CLUSTER_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class CompiledKernel:
         capability: compute capability, e.g. "9.0".
         parameters: names in order: inputs, integers, outputs.
         threads: threads per block.
-        shared_bytes: dynamic shared memory per block.
+        shared_bytes: dynamic shared memory per block, as a launch must ask for it.
         digest: SHA-256 of the PTX text, hexadecimal.
     """
 
@@ -143,7 +144,7 @@ def compile_kernel(
         CapabilityError: the capability is unknown or lacks an element type or instructions of the
             kernel.
         InputError: the PTX version is too old for the capability, or the kernel uses scratch
-            memory, clusters or anything else that TensorRT does not launch.
+            memory or anything else that TensorRT does not launch.
     """
     if triton.knobs.runtime.interpret:
         raise CapabilityError(
@@ -160,6 +161,13 @@ def compile_kernel(
         )
     major, minor = parse_target(capability)
     spec.check_capability((major, minor))
+    if spec.cluster > 1 and (major, minor) < _CLUSTER_CAPABILITY:
+        raise CapabilityError(
+            "this compute capability has no clusters",
+            where=spec.name,
+            expected="9.0 or newer",
+            found=capability,
+        )
     if (major, minor) < _FP8_CAPABILITY and "float8_e4m3fn" in {a.dtype for a in spec.tensors}:
         raise CapabilityError(
             "this compute capability has no float8",
@@ -189,8 +197,9 @@ def compile_kernel(
             **spec.options,
         },
     )
-    _refuse_unlaunchable(spec, capability, compiled.metadata)
     ptx = strip_scratch(compiled.asm["ptx"], spec.name, len(spec.parameters))
+    _refuse_unlaunchable(spec, capability, compiled.metadata, static_shared(ptx))
+    ptx = in_clusters(ptx, spec.cluster)
     return CompiledKernel(
         name=compiled.metadata.name,
         ptx=ptx,
@@ -202,14 +211,27 @@ def compile_kernel(
     )
 
 
-def _refuse_unlaunchable(spec: KernelSpec, capability: str, metadata: Any) -> None:
+def static_shared(ptx: str) -> int:
+    """Bytes of shared memory that a PTX text declares itself, besides what a launch asks for."""
+    declared = re.findall(r"^\s*\.shared\s+\.align\s+\d+\s+\.b8\s+\w+\[(\d+)\]", ptx, re.MULTILINE)
+    return sum(int(size) for size in declared)
+
+
+def in_clusters(ptx: str, programs: int) -> str:
+    """Declare that `programs` programs side by side form a cluster; 1 changes nothing."""
+    if programs == 1:
+        return ptx
+    return ptx.replace(".reqntid", f".reqnctapercluster {programs}, 1, 1\n.reqntid", 1)
+
+
+def _refuse_unlaunchable(spec: KernelSpec, capability: str, metadata: Any, declared: int) -> None:
     limit = SHARED_BYTES[capability] * 1024
-    if metadata.shared > limit:
+    if metadata.shared + declared > limit:
         raise InputError(
             "a kernel needs more shared memory than the GPU has",
             where=f"{spec.name}, compute capability {capability}",
             expected=f"at most {limit} bytes",
-            found=str(metadata.shared),
+            found=str(metadata.shared + declared),
             fix="use smaller tiles or fewer stages",
         )
     wanted = {

@@ -49,6 +49,9 @@ class KernelSpec:
         grid: launch grid as a function of the scalars and of the names in `grid_names`.
         warps: warps per program.
         registers: most registers per thread, where fewer let more programs share a processor.
+        cluster: programs side by side on the grid's first axis that run at the same time and may
+            write to each other's shared memory. The compiled kernel says so itself and is launched
+            like any other; Triton's own launcher cannot do it (`plugins.aot.launch` can).
         aliases: output -> input that is the same tensor, updated in place. TensorRT passes both
             addresses.
     """
@@ -62,6 +65,7 @@ class KernelSpec:
     grid: Grid
     warps: int = 4
     registers: int | None = None
+    cluster: int = 1
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,7 +98,7 @@ class KernelSpec:
     @property
     def key(self) -> str:
         """Name and a short hash of everything that the compiled kernel depends on."""
-        parts = [self.name, self.warps, self.registers]
+        parts = [self.name, self.warps, self.registers, self.cluster]
         parts += [(a.name, a.dtype) for a in self.tensors]
         parts += [(name, str(value)) for name, value in self.constants.items()]
         return f"{self.name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
@@ -130,8 +134,17 @@ class KernelSpec:
             tensors: every tensor argument by name, contiguous.
             values: every scalar and every further name that the grid uses.
 
-        Raises CapabilityError when the tensors' GPU lacks the kernel's instructions.
+        Raises:
+            CapabilityError: the tensors' GPU lacks the kernel's instructions.
+            UsageError: the kernel runs in clusters.
         """
+        if self.cluster != 1:
+            raise UsageError(
+                "Triton cannot launch programs that form clusters",
+                where=self.name,
+                expected="a launch through plugins.aot.launch",
+                found=f"clusters of {self.cluster}",
+            )
         device = next(iter(tensors.values())).device
         if device.type == "cuda":
             self.check_capability(torch.cuda.get_device_capability(device))

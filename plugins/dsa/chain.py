@@ -105,8 +105,12 @@ def attend_window(
     base = site.net.sub(site.past, site.geometry.window - 1)
     call = {"cache": rows, "base": base}
     inputs = {"q_latent": q_latent, "q_rope": q_rope, **call}
-    if _hopper(site) and kernel.whole_window(site.slots, site.steps):
-        return _add(site, "window", {**inputs, "gate": gate})["out"]
+    if _hopper(site):
+        splits = kernel.window_splits(site.geometry, site.slots * site.steps)
+        if splits == 1:
+            return _add(site, "window", {**inputs, "gate": gate})["out"]
+        parts = _add(site, "window_split", inputs, splits=splits)
+        return _add(site, "merge", {**parts, "gate": gate}, splits=splits)["out"]
     queries = kernel.window_tiles(site.steps).queries
     weights = _add(site, "window_scores", inputs, queries=queries)
     return _add(site, "window_values", {**weights, **call, "gate": gate}, queries=queries)["out"]

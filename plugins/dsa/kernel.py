@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from plugins.aot.launch import launch
 from plugins.aot.spec import KernelSpec
 from plugins.dsa import plan
 from plugins.dsa.plan import (
@@ -28,8 +29,6 @@ from plugins.dsa.plan import (
 # Most scores that one program selects from, of many rows and of few.
 SELECT_CHUNK = 32768
 SELECT_CHUNK_FEW = 8192
-# Rows from which the window kernel for compute capability 9.0 is the faster one.
-HOPPER_WINDOW_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -229,16 +228,14 @@ def _split(
         "partial_lse": torch.empty(parts, dtype=torch.float32, device=out.device),
     }
     values = {**values, "splits": splits}
-    spec.launch({**inputs, **work}, values)
+    launch(spec, {**inputs, **work}, values)
     plan.merge_splits(g, splits).launch({**work, "gate": gate, "out": out}, values)
 
 
-def whole_window(batch: int, steps: int) -> bool:
-    """Whether a call has enough programs for the window kernel of compute capability 9.0.
-
-    Few single queries leave one pass over the window short of them.
-    """
-    return steps > 1 or batch >= HOPPER_WINDOW_ROWS
+def window_splits(g: Geometry, rows: int) -> int:
+    """Runs of a window for `rows` query rows, for the kernels of compute capability 9.0."""
+    programs = rows * plan.HOPPER_PAIR * g.heads // plan.HOPPER_HEADS
+    return splits_for(programs, g.window // plan.HOPPER_TOKENS)
 
 
 def window_tiles(steps: int) -> WindowTiles:
@@ -256,6 +253,7 @@ def attend_window(
     base: Tensor,
     gate: Tensor,
     tiles: WindowTiles | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """Gated absorbed attention over the last W tokens.
 
@@ -266,6 +264,7 @@ def attend_window(
         base: int32 [B].
         gate: [B, S, H], before the logistic function.
         tiles: use the portable kernels with these tiles.
+        splits: override the runs of a window of the kernels for compute capability 9.0.
 
     Returns:
         [B, S, H, L].
@@ -273,11 +272,14 @@ def attend_window(
     batch, steps = q_latent.shape[:2]
     out = torch.empty_like(q_latent)
     call = {"cache": cache, "past": past, "new": new, "base": base}
-    if tiles is None and whole_window(batch, steps) and _hopper(g, q_latent.device):
-        plan.window_whole_hopper(g).launch(
-            {"q_latent": q_latent, "q_rope": q_rope, **call, "gate": gate, "out": out},
-            {"S": steps, "R": cache.shape[-2], "rows": batch * steps},
-        )
+    if tiles is None and _hopper(g, q_latent.device):
+        inputs = {"q_latent": q_latent, "q_rope": q_rope, **call}
+        sizes = {"S": steps, "R": cache.shape[-2], "rows": batch * steps}
+        splits = window_splits(g, batch * steps) if splits is None else splits
+        if splits == 1:
+            launch(plan.window_whole_hopper(g), {**inputs, "gate": gate, "out": out}, sizes)
+        else:
+            _split(g, plan.window_split_hopper(g), inputs, sizes, splits, gate, out)
         return out
     tiles = tiles or window_tiles(steps)
     blocks = triton.cdiv(steps, tiles.queries)

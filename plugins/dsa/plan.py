@@ -31,13 +31,19 @@ def power(value: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(value))
 
 
-# Heads per program of the kernels for compute capability 9.0.
+# Heads per program of the kernels for compute capability 9.0, and their tokens per tile.
 HOPPER_HEADS = 64
+HOPPER_TOKENS = 64
 
 # Multiprocessors of the GPUs that the kernels are tuned for.
 PROCESSORS = 132
 
 _CALL = (Argument("past", "int32"), Argument("new", "int32"))
+
+
+def _parts() -> tuple[Argument, ...]:
+    """What a kernel over runs gives to `merge_splits`."""
+    return Argument("partial", "float32"), Argument("partial_lse", "float32")
 
 
 def _queries(g: Geometry) -> tuple[Argument, ...]:
@@ -109,7 +115,7 @@ def attend_split(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:
         function=attention.attend_split,
         inputs=(*_queries(g), Argument("cache", g.dtype), Argument("tokens", "int32"), *_CALL),
         scalars=("S", "C", "K", "splits"),
-        outputs=(Argument("partial", "float32"), Argument("partial_lse", "float32")),
+        outputs=_parts(),
         constants=constants,
         grid=lambda v: (head_blocks, v["splits"], v["rows"]),
         warps=tiles.warps,
@@ -160,25 +166,46 @@ def _window_inputs(g: Geometry) -> tuple[Argument, ...]:
     return *_queries(g), Argument("cache", g.dtype), *_CALL, Argument("base", "int32")
 
 
+# Programs per query and head block of the window attention for compute capability 9.0.
+HOPPER_PAIR = 2
+
+
+def _window_hopper(
+    g: Geometry,
+    name: str,
+    function: Any,
+    gate: tuple[Argument, ...],
+    splits: tuple[str, ...],
+    outputs: tuple[Argument, ...],
+) -> KernelSpec:
+    programs = HOPPER_PAIR * g.heads // HOPPER_HEADS
+    return KernelSpec(
+        name=name,
+        function=function,
+        inputs=(*_window_inputs(g), *gate),
+        scalars=("S", "R", *splits),
+        outputs=outputs,
+        constants={"SCALE": g.scale, "WINDOW": g.window, "HEADS": g.heads},
+        grid=lambda v: (programs, *(v[name] for name in splits), v["rows"]),
+        warps=4,
+        cluster=HOPPER_PAIR,
+    )
+
+
 def window_whole_hopper(g: Geometry) -> KernelSpec:
-    """Window attention for compute capability 9.0, one program per query. Grid names: rows."""
+    """Window attention for compute capability 9.0, two programs per query. Grid names: rows."""
     from plugins.dsa.kernels import hopper_window
 
-    return KernelSpec(
-        name="dsa_window",
-        function=hopper_window.window_whole,
-        inputs=(*_window_inputs(g), Argument("gate", g.dtype)),
-        scalars=("S", "R"),
-        outputs=(Argument("out", g.dtype),),
-        constants={
-            "SCALE": g.scale,
-            "WINDOW": g.window,
-            "HEADS": g.heads,
-            "TILES": g.window // 64,
-        },
-        grid=lambda v: (g.heads // HOPPER_HEADS, v["rows"]),
-        warps=4,
-    )
+    gate, out = (Argument("gate", g.dtype),), (Argument("out", g.dtype),)
+    return _window_hopper(g, "dsa_window", hopper_window.window_whole, gate, (), out)
+
+
+def window_split_hopper(g: Geometry) -> KernelSpec:
+    """`window_whole_hopper` over runs of each window. Grid names: rows."""
+    from plugins.dsa.kernels import hopper_window
+
+    function, parts = hopper_window.window_split, _parts()
+    return _window_hopper(g, "dsa_window_split", function, (), ("splits",), parts)
 
 
 def merge_splits(g: Geometry, most_splits: int) -> KernelSpec:

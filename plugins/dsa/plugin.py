@@ -3,9 +3,9 @@
 A generation step of a full layer runs score, select_chunk and attend (many rows) or attend_split
 and merge (few rows); a context step the same, or dense while no query sees more tokens than it
 keeps. Rows longer than one chunk also run select_among, once per level. A sliding layer runs
-window_scores and window_values, or, where `hopper` is set, window. The attribute `hopper` chooses
-the kernels for compute capability 9.0 and Dots3's sizes; `small` the tiles for GPUs with less than
-160 KiB of shared memory per block.
+window_scores and window_values, or, on compute capability 9.0, window (many rows) or window_split
+and merge (few rows). The attribute `hopper` chooses the kernels for compute capability 9.0 and
+Dots3's sizes; `small` the tiles for GPUs with less than 160 KiB of shared memory per block.
 """
 
 from __future__ import annotations
@@ -128,6 +128,12 @@ def _selections() -> list[Operation]:
     ]
 
 
+def _parts(shapes: Shapes, a: Attributes) -> Outputs:
+    """What a kernel over runs gives to the sum."""
+    head = (*_dims(shapes["q_latent"], 2), a["splits"], a["heads"])
+    return {"partial": (*head, a["latent"]), "partial_lse": head}
+
+
 def _attends() -> list[Operation]:
     def like_query(shapes: Shapes, a: Attributes) -> Outputs:
         return {"out": _dims(shapes["q_latent"], 4)}
@@ -141,10 +147,6 @@ def _attends() -> list[Operation]:
             "rows": batch * steps,
             "splits": a.get("splits", 1),
         }
-
-    def parts(shapes: Shapes, a: Attributes) -> Outputs:
-        head = (*_dims(shapes["q_latent"], 2), a["splits"], a["heads"])
-        return {"partial": (*head, a["latent"]), "partial_lse": head}
 
     def whole(a: Attributes) -> KernelSpec:
         g = _geometry(a)
@@ -160,7 +162,7 @@ def _attends() -> list[Operation]:
 
     return [
         _operation("attend", whole, like_query, sizes, {"hopper": 0, "small": 0}),
-        _operation("attend_split", split, parts, sizes, {"splits": 2, "hopper": 0, "small": 0}),
+        _operation("attend_split", split, _parts, sizes, {"splits": 2, "hopper": 0, "small": 0}),
         _operation(
             "merge",
             lambda a: plan.merge_splits(_geometry(a), a["splits"]),
@@ -183,6 +185,7 @@ def _windows() -> list[Operation]:
             "query_blocks": ceil_div(steps, a.get("queries", 1)),
             "B": batch,
             "rows": batch * steps,
+            "splits": a.get("splits", 1),
         }
 
     def probabilities(shapes: Shapes, a: Attributes) -> Outputs:
@@ -222,6 +225,14 @@ def _windows() -> list[Operation]:
             out,
             sizes,
             geometry=plan.SLIDING,
+        ),
+        _operation(
+            "window_split",
+            lambda a: plan.window_split_hopper(_geometry(a)),
+            _parts,
+            sizes,
+            {"splits": 2},
+            plan.SLIDING,
         ),
     ]
 

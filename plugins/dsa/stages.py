@@ -83,7 +83,11 @@ def attend(t: Tensors, a: Attributes) -> dict[str, Tensor]:
 
 def attend_split(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     """The same over runs of every token list, to be merged."""
-    tokens = _list(t)
+    return _runs(t, a, _list(t))
+
+
+def _runs(t: Tensors, a: Attributes, tokens: Tensor) -> dict[str, Tensor]:
+    """Attention over runs of lists int32 [B, S, any], in which -1 stands for no token."""
     run = -(-tokens.shape[2] // a["splits"])
     tokens = torch.nn.functional.pad(tokens, (0, run * a["splits"] - tokens.shape[2]), value=-1)
     parts = [
@@ -126,6 +130,11 @@ def window(t: Tensors, a: Attributes) -> dict[str, Tensor]:
         gate=t["gate"],
     )
     return {"out": out}
+
+
+def window_split(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """The same over runs of every window, to be merged."""
+    return _runs(t, a, _window_rows(t, a, t["q_latent"].shape[1]))
 
 
 def _blocks(x: Tensor, queries: int) -> Tensor:
@@ -238,5 +247,6 @@ DEFINITIONS: dict[str, Callable[[Tensors, Attributes], dict[str, Tensor]]] = {
     "window_scores": window_scores,
     "window_values": window_values,
     "window": window,
+    "window_split": window_split,
     "dense": dense,
 }

@@ -37,7 +37,8 @@ SLIDING = dsa_plan.Geometry(
     dtype="float32",
 )  # fmt: skip
 # Layers that no chain below has: the draft layer's input is tested against its definition with the
-# kernel; the kernels of `attend_hopper` and `window` are for compute capability 9.0 only.
+# kernel; the kernels of `attend_hopper`, `window` and `window_split` are for compute capability 9.0
+# only.
 ELSEWHERE = {"dsa::window", "mtp::embed_norms", "mtp::rms_norm"}
 
 # An empty slot, a padding slot, lengths around the budget, more than it.
@@ -316,6 +317,12 @@ def test_dsa_window(queries: int) -> None:
     whole = operations.DEFINITIONS["dsa::window"](inputs, dsa("window", SLIDING)[1])["out"]
     assert (found - whole).abs().max() < 2e-5
     assert (found[1] == 0).all()
+    parts = [dsa("window_split", SLIDING, splits=queries + 1)]
+    parts += [dsa("merge", SLIDING, splits=queries + 1)]
+    for by_kernel in (True, False):
+        merged = chain(parts, inputs, [False, by_kernel])["out"]
+        assert (merged - whole).abs().max() < 2e-5
+        assert (merged[1] == 0).all()
 
 
 @pytest.mark.parametrize("window", [True, False])

@@ -2,14 +2,15 @@
 
 The same operation as `attention.attend_whole` and `attend_split`, written in Gluon, Triton's
 explicit level, because the plain compiler gives both warp groups the same score product and waits
-for each tile it loads. Here three groups of four warps work side by side on 64 heads:
+for each tile it loads. Here four groups of four warps work side by side on 64 heads:
 
 - the loader gathers latent tiles into two buffers with asynchronous copies;
-- the first consumer makes the scores and the probabilities, and a quarter of the output;
-- the second consumer makes the rest, from the probabilities that it finds in shared memory.
+- the scorer makes the scores and the probabilities;
+- two consumers make half of the output each, from the probabilities in shared memory, while the
+  scorer is at the next tile.
 
-While the first consumer is busy with exponentials, the second one keeps the matrix units busy.
 Sizes are Dots3's: a latent of 512 and a rotary part of 64, heads a multiple of 64, bfloat16.
+`hopper_window` shares the second half of the work.
 """
 
 from __future__ import annotations
@@ -36,20 +37,19 @@ BLOCK_N = gl.constexpr(64)
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 WIDTH = gl.constexpr(576)
-# Output channels: the first consumer's, then the second one's two parts.
-PART_A = gl.constexpr(128)
-PART_B = gl.constexpr(128)
-PART_C = gl.constexpr(256)
+# Output channels per consumer.
+PART = gl.constexpr(256)
 # One 128-byte line of each of four rows per warp and copy.
 _COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+# Products of 128 channels: one of 256 needs more registers than 512 threads have each.
 _OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-_WIDE_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+# Whole lines of the output per warp.
+_LINES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _HEADS_IN_SCORES = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _HEADS_IN_OUTPUT = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
-_HEADS_IN_WIDE = gl.constexpr(gl.SliceLayout(1, _WIDE_OUTPUT.value))
 
 
 @gluon.jit
@@ -63,12 +63,15 @@ def _loader(
     rope_lane = gl.arange(0, ROPE, layout=gl.SliceLayout(0, _COPY))
     _gather(ql.index(0), q_latent + line[:, None] * LATENT + lane[None, :])
     _gather(qr.index(0), q_rope + line[:, None] * ROPE + rope_lane[None, :])
+    entry = first + line
+    token = gl.load(tokens + entry, mask=entry < last, other=0)
     for step in range(tiles):
         stage = step % 2
-        entry = first + step * BLOCK_N + line
         used = entry < last
-        token = gl.load(tokens + entry, mask=used, other=0)
         at = rows + token.to(gl.int64)[:, None] * WIDTH
+        entry += BLOCK_N
+        # Of the next tile, while this one waits for its place.
+        token = gl.load(tokens + entry, mask=entry < last, other=0)
         mbarrier.wait(empty.index(stage), ((step // 2) & 1) ^ 1)
         _gather(latents.index(stage), at + lane[None, :], mask=used[:, None])
         _gather(ropes.index(stage), at + (LATENT + rope_lane)[None, :], mask=used[:, None])
@@ -96,17 +99,17 @@ def _scores(ql, qr, latents, ropes, full, step):
 
 @gluon.jit
 def hand_over(
-    score, first, count, maximum, weights, factors, made, taken, step,
-    FACTOR: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr,
+    score, step, count, maximum, normalizer, weights, factors, made, taken,
+    FACTOR: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of entries from `first` on to probabilities, for both consumers.
+    """Scores of tile `step` to probabilities, for the consumers.
 
     `made` says that a tile's probabilities and the factor on earlier sums are in shared memory,
-    `taken` that the second consumer has used them. Returns that factor, the new maximum (both in
-    powers of two) and the probabilities, whose sum is better taken once products are in flight.
+    `taken` that the consumers have used them. Returns the new maximum (in powers of two) and
+    normalizer.
     """
     if MASKED:
-        entry = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+        entry = step * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, _SCORES))
         # Minus infinity, not LOWEST: the scaling below is fused, and its rounding error at 1e30
         # would be anything.
         score = gl.where((entry < count)[None, :], score, float("-inf"))
@@ -119,81 +122,72 @@ def hand_over(
     fence_async_shared()
     _barrier()
     mbarrier.arrive(made, count=1)
-    return decay, highest, weight
+    return highest, normalizer * decay + gl.sum(weight, axis=1)
 
 
 @gluon.jit
-def _first_consumer(
-    tiles, count, opened,
-    ql, qr, latents, ropes, weights, factors, full, empty, made, taken,
-    FACTOR: gl.constexpr,
+def finish(
+    tiles, opened, lse, there, maximum, normalizer, factors, made, taken, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Scores, probabilities and the first part of the output.
-
-    Returns that part and the base-2 log-sum-exp. No product is in flight at the end of a turn: the
-    assembler would make all of them wait. All tiles but the last are full.
-    """
-    maximum = gl.full((BLOCK_H,), LOWEST, gl.float32, layout=_HEADS_IN_SCORES)
-    normalizer = gl.zeros((BLOCK_H,), gl.float32, layout=_HEADS_IN_SCORES)
-    total = gl.zeros((BLOCK_H, PART_A), gl.float32, layout=_OUTPUT)
-    score = warpgroup_mma_wait(0, deps=[_scores(ql, qr, latents, ropes, full, 0)])
-    for step in range(tiles - 1):
-        stage = step % 2
-        decay, maximum, weight = hand_over(
-            score, step * BLOCK_N, count, maximum, weights, factors, made, taken, step,
-            FACTOR, False, _SCORES, BLOCK_N,
-        )  # fmt: skip
-        faded = total * gl.convert_layout(decay, _HEADS_IN_OUTPUT)[:, None]
-        part = latents.index(stage).slice(0, PART_A, dim=1)
-        output = warpgroup_mma(weights, part, faded, is_async=True)
-        dots = _scores(ql, qr, latents, ropes, full, step + 1)
-        normalizer = normalizer * decay + gl.sum(weight, axis=1)
-        # Two products make the scores: the output is done when only they are left.
-        total = warpgroup_mma_wait(2, deps=[output])
-        mbarrier.arrive(empty.index(stage), count=1)
-        score = warpgroup_mma_wait(0, deps=[dots])
-    last = tiles - 1
-    decay, maximum, weight = hand_over(
-        score, last * BLOCK_N, count, maximum, weights, factors, made, taken, last,
-        FACTOR, True, _SCORES, BLOCK_N,
-    )  # fmt: skip
-    faded = total * gl.convert_layout(decay, _HEADS_IN_OUTPUT)[:, None]
-    part = latents.index(last % 2).slice(0, PART_A, dim=1)
-    output = warpgroup_mma(weights, part, faded, is_async=True)
-    normalizer = normalizer * decay + gl.sum(weight, axis=1)
-    total = warpgroup_mma_wait(0, deps=[output])
+    """The factor on the whole sum, for the consumers; of runs also the base-2 log-sum-exp."""
     mbarrier.wait(taken, (tiles & 1) ^ 1)
     some = normalizer > 0
-    factor = gl.where(some, opened / normalizer, 0.0)
-    factors.store(factor)
+    factors.store(gl.where(some, opened / normalizer, 0.0))
     mbarrier.arrive(made, count=1)
-    lse = gl.where(some, maximum + gl.log2(normalizer), LOWEST)
-    return total * gl.convert_layout(factor, _HEADS_IN_OUTPUT)[:, None], lse
+    if SPLIT:
+        head = gl.arange(0, BLOCK_H, layout=_HEADS_IN_SCORES)
+        result = gl.where(some, maximum + gl.log2(normalizer), LOWEST)
+        gl.store(lse + head, result, mask=(head >= 0) & there)
 
 
 @gluon.jit
-def _second_consumer(
-    tiles, out, latents, weights, factors, full, empty, made, taken,
+def _scorer(
+    tiles, count, opened, lse,
+    ql, qr, latents, ropes, weights, factors, full, made, taken,
+    FACTOR: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The rest of the output, stored."""
-    narrow = gl.zeros((BLOCK_H, PART_B), gl.float32, layout=_OUTPUT)
-    wide = gl.zeros((BLOCK_H, PART_C), gl.float32, layout=_WIDE_OUTPUT)
+    """Scores and probabilities. All tiles but the last are full."""
+    maximum = gl.full((BLOCK_H,), LOWEST, gl.float32, layout=_HEADS_IN_SCORES)
+    normalizer = gl.zeros((BLOCK_H,), gl.float32, layout=_HEADS_IN_SCORES)
+    last = tiles - 1
+    for step in range(last):
+        score = warpgroup_mma_wait(0, deps=[_scores(ql, qr, latents, ropes, full, step)])
+        maximum, normalizer = hand_over(
+            score, step, count, maximum, normalizer, weights, factors, made, taken, FACTOR, False
+        )
+    score = warpgroup_mma_wait(0, deps=[_scores(ql, qr, latents, ropes, full, last)])
+    maximum, normalizer = hand_over(
+        score, last, count, maximum, normalizer, weights, factors, made, taken, FACTOR, True
+    )
+    finish(tiles, opened, lse, True, maximum, normalizer, factors, made, taken, SPLIT)
+
+
+@gluon.jit
+def consumer(
+    me: gl.constexpr, tiles, out, latents, weights, factors, full, empty, made, taken,
+    STRIDE: gl.constexpr,
+):  # fmt: skip
+    """Channels me * PART .. of the output, stored; STRIDE channels from head to head."""
+    total = gl.zeros((BLOCK_H, PART), gl.float32, layout=_OUTPUT)
     for step in range(tiles):
         stage = step % 2
         mbarrier.wait(full.index(stage), (step // 2) & 1)
         mbarrier.wait(made, step & 1)
-        narrow = narrow * factors.load(_HEADS_IN_OUTPUT)[:, None]
-        wide = wide * factors.load(_HEADS_IN_WIDE)[:, None]
+        total = total * factors.load(_HEADS_IN_OUTPUT)[:, None]
         fence_async_shared()
-        tile = latents.index(stage)
-        more = warpgroup_mma(weights, tile.slice(PART_C, PART_C, dim=1), wide, is_async=True)
-        less = warpgroup_mma(weights, tile.slice(PART_A, PART_B, dim=1), narrow, is_async=True)
-        wide, narrow = warpgroup_mma_wait(0, deps=[more, less])
+        values = latents.index(stage).slice(me * PART, PART, dim=1)
+        total = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, values, total, is_async=True)])
         mbarrier.arrive(taken, count=1)
         mbarrier.arrive(empty.index(stage), count=1)
     mbarrier.wait(made, tiles & 1)
-    store(out, narrow * factors.load(_HEADS_IN_OUTPUT)[:, None], PART_A, LATENT, _OUTPUT)
-    store(out, wide * factors.load(_HEADS_IN_WIDE)[:, None], PART_C, LATENT, _WIDE_OUTPUT)
+    total = total * factors.load(_HEADS_IN_OUTPUT)[:, None]
+    if out.dtype.element_ty == gl.float32:
+        store(out, total, me * PART, STRIDE, _OUTPUT)
+    else:
+        # All products are done: a buffer is free, and turns the output into whole lines.
+        place = latents.index(0).slice(me * PART, PART, dim=1)
+        place.store(total.to(gl.bfloat16))
+        store(out, place.load(_LINES), me * PART, STRIDE, _LINES)
 
 
 @gluon.jit
@@ -206,10 +200,10 @@ def store(out, part, first: gl.constexpr, width: gl.constexpr, LAYOUT: gl.conste
 
 @gluon.jit
 def _program(
-    q_latent, q_rope, cache, tokens, slot, row, first_head, first, last, opened, out, C, K,
-    HEADS: gl.constexpr, SCALE: gl.constexpr,
+    q_latent, q_rope, cache, tokens, slot, row, first_head, first, last, opened, out, lse, C, K,
+    HEADS: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Everything of one program; returns its heads' base-2 log-sum-exp."""
+    """Everything of one program; `lse` gets the base-2 log-sum-exp of runs."""
     ql = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, LATENT], _TILE)
     qr = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, ROPE], _TILE)
     latents = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, LATENT], _TILE)
@@ -225,22 +219,26 @@ def _program(
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(made, count=1)
-    mbarrier.init(taken, count=1)
+    mbarrier.init(taken, count=2)
     at = row.to(gl.int64) * HEADS + first_head
     # An empty list still is one tile, of which nothing is loaded: zeros, and so is the output.
     tiles = gl.maximum(gl.cdiv(last - first, BLOCK_N), 1)
-    part, lse = gl.warp_specialize(
+    gl.warp_specialize(
         [
             (
-                _first_consumer,
+                _scorer,
                 (
-                    tiles, last - first, opened, ql, qr, latents, ropes, weights, factors, full,
-                    empty, made, taken, SCALE * LOG2_E,
+                    tiles, last - first, opened, lse, ql, qr, latents, ropes, weights, factors,
+                    full, made, taken, SCALE * LOG2_E, SPLIT,
                 ),
             ),
             (
-                _second_consumer,
-                (tiles, out, latents, weights, factors, full, empty, made, taken),
+                consumer,
+                (0, tiles, out, latents, weights, factors, full, empty, made, taken, LATENT),
+            ),
+            (
+                consumer,
+                (1, tiles, out, latents, weights, factors, full, empty, made, taken, LATENT),
             ),
             (
                 _loader,
@@ -251,11 +249,9 @@ def _program(
                 ),
             ),
         ],
-        [4, 4],
-        [240, 72],
+        [4, 4, 4],
+        [176, 176, 56],
     )  # fmt: skip
-    store(out, part, 0, LATENT, _OUTPUT)
-    return lse
 
 
 @gluon.jit
@@ -275,7 +271,7 @@ def attend_whole(
     opened = 1.0 / (1.0 + gl.exp2(-opened * LOG2_E))
     _program(
         q_latent, q_rope, cache, tokens, slot, row, first_head, 0, count, opened,
-        out + at * LATENT, C, K, HEADS, SCALE,
+        out + at * LATENT, out, C, K, HEADS, SCALE, False,
     )  # fmt: skip
 
 
@@ -296,9 +292,7 @@ def attend_split(
     last = gl.minimum(first + run, count)
     at = (row.to(gl.int64) * splits + split) * HEADS + first_head
     opened = gl.full((BLOCK_H,), 1.0, gl.float32, layout=_HEADS_IN_SCORES)
-    lse = _program(
+    _program(
         q_latent, q_rope, cache, tokens, slot, row, first_head, first, last, opened,
-        partial + at * LATENT, C, K, HEADS, SCALE,
+        partial + at * LATENT, partial_lse + at, C, K, HEADS, SCALE, True,
     )  # fmt: skip
-    head = gl.arange(0, BLOCK_H, layout=_HEADS_IN_SCORES)
-    gl.store(partial_lse + at + head, lse)

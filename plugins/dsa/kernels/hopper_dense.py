@@ -2,9 +2,9 @@
 
 The same operation as `dense.attend_dense`. A program takes blocks of 128 queries of one head, one
 after another: two consumers of four warps with 64 queries each, and a loader that keeps a few tiles
-of 64 tokens ahead, also of the next block. A consumer has the next tile's scores computed while it
-turns the present ones into probabilities, and one consumer's exponentials run beside the other
-one's products.
+of 64 tokens ahead, also of the next block. The consumers take turns at the matrix units, or both
+would wait for them and then both compute exponentials: one has its output and the next tile's
+scores computed while the other turns scores into probabilities.
 
 Blocks are dealt in pairs of the longest and the shortest, the second longest and the second
 shortest, and so on, which all take the same time; the pairs of a head stay together, because they
@@ -164,13 +164,14 @@ def _softmax(
 @gluon.jit
 def _attend(
     part, position, done, tiles, queries, first_query, first, shift, oldest, gate,
-    qf, qs, qr, kf, ks, kr, vs, full, empty, q_full, q_empty,
+    qf, qs, qr, kf, ks, kr, vs, full, empty, q_full, q_empty, order,
     HEADS: gl.constexpr, VALUE: gl.constexpr, SECOND: gl.constexpr, WINDOW: gl.constexpr,
     FACTOR: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a block; returns their outputs, zeros for padding.
 
-    HELD: the queries stay in registers. No product is in flight at the end of a turn.
+    `order` says whose turn at the matrix units it is. HELD: the queries stay in registers. No
+    product is in flight at the end of a turn.
     """
     line = part * BLOCK_M + gl.arange(0, BLOCK_M, layout=_HEADS_IN_SCORES)
     newest = first_query + line + shift
@@ -201,9 +202,6 @@ def _attend(
     )
     for step in range(tiles - 1):
         begin = first + step * BLOCK_N
-        dots = _scores(
-            q_first, q_second, q_turned, position + step + 1, kf, ks, kr, full, SECOND, STAGES
-        )
         plain = (begin >= all_from) & (begin + BLOCK_N - 1 <= all_until)
         weight, decay, maximum = _softmax(
             score, begin, newest, oldest, plain, maximum, WINDOW, FACTOR
@@ -211,10 +209,20 @@ def _attend(
         stage = (position + step) % STAGES
         low = gl.convert_layout(weight.to(gl.bfloat16), operand)
         faded = total * gl.convert_layout(decay, rows)[:, None]
+        # A block has one turn less than tiles. The first consumer begins.
+        turn = position - done + step
+        mbarrier.wait(order.index(part), (turn & 1) ^ (1 - part))
         output = warpgroup_mma(low, vs.index(stage), faded, is_async=True)
+        dots = _scores(
+            q_first, q_second, q_turned, position + step + 1, kf, ks, kr, full, SECOND, STAGES
+        )
+        mbarrier.arrive(order.index(1 - part), count=1)
         normalizer = normalizer * decay + gl.sum(weight, axis=1)
-        total, score, low = warpgroup_mma_wait(0, deps=[output, dots, low])
+        # The output is done when only the products of the scores are left.
+        scores: gl.constexpr = 3 if SECOND > 0 else 2
+        total, low = warpgroup_mma_wait(scores, deps=[output, low])
         mbarrier.arrive(empty.index(stage), count=1)
+        score = warpgroup_mma_wait(0, deps=[dots])
     if not HELD:
         mbarrier.arrive(q_empty, count=1)
     last = tiles - 1
@@ -237,7 +245,7 @@ def _attend(
 @gluon.jit
 def _consumer(
     part, past, new, gate, out, S, B,
-    qf, qs, qr, kf, ks, kr, vs, full, empty, q_full, q_empty,
+    qf, qs, qr, kf, ks, kr, vs, full, empty, q_full, q_empty, order,
     HEADS: gl.constexpr, VALUE: gl.constexpr, SECOND: gl.constexpr, WINDOW: gl.constexpr,
     FACTOR: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
@@ -257,7 +265,7 @@ def _consumer(
         if tiles > 0:
             result = _attend(
                 part, position, done, tiles, queries, first_query, first, shift, oldest, gate + row,
-                qf, qs, qr, kf, ks, kr, vs, full, empty, q_full, q_empty,
+                qf, qs, qr, kf, ks, kr, vs, full, empty, q_full, q_empty, order,
                 HEADS, VALUE, SECOND, WINDOW, FACTOR, STAGES, layout, HELD,
             )  # fmt: skip
             gl.store(at, result.to(out.dtype.element_ty), mask=there)
@@ -291,26 +299,31 @@ def attend_dense(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # Each thread of the loader reports its own copies; each consumer reports once.
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(q_full, count=128)
     mbarrier.init(q_empty, count=2)
+    for part in gl.static_range(2):
+        mbarrier.init(order.index(part), count=1)
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
                     0, past, new, gate, out, S, B, qf, qs, qr, kf, ks, kr, vs, full, empty,
-                    q_full, q_empty, HEADS, VALUE, SECOND, WINDOW, SCALE * LOG2_E, STAGES, HELD,
+                    q_full, q_empty, order,
+                    HEADS, VALUE, SECOND, WINDOW, SCALE * LOG2_E, STAGES, HELD,
                 ),
             ),
             (
                 _consumer,
                 (
                     1, past, new, gate, out, S, B, qf, qs, qr, kf, ks, kr, vs, full, empty,
-                    q_full, q_empty, HEADS, VALUE, SECOND, WINDOW, SCALE * LOG2_E, STAGES, HELD,
+                    q_full, q_empty, order,
+                    HEADS, VALUE, SECOND, WINDOW, SCALE * LOG2_E, STAGES, HELD,
                 ),
             ),
             (
@@ -323,5 +336,5 @@ def attend_dense(
             ),
         ],
         [4, 4],
-        [216, 72],
+        [224, 56],
     )  # fmt: skip

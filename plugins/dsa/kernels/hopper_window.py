@@ -1,14 +1,13 @@
 """Windowed latent attention scheduled for Hopper's matrix units (compute capability 9.0).
 
-The same operation as `window.window_scores` and `window_values`, in one program per query and 64
-heads. The sum of 64 heads times 1024 channels would fill the register file, so the latents pass
-twice: first for the scores of the whole window, which stay in registers, then, newest tokens first
-(they are still in the L2 cache), for one half of the output channels after the other. No tile has
-to stay in shared memory, so that the loads run far ahead; the probabilities overwrite the queries.
+The same operation as `window.window_scores` and `window_values`. The sum of 64 heads times 1024
+channels would fill the register file of a multiprocessor, and the queries most of its shared
+memory. So two programs, a cluster, share a query: each has all 64 heads and one half of the
+channels, keeps its half of the queries, and reads its half of the latents, once. The scores need
+both halves: each program sends its part of a tile's scores to the other one.
 
-Three groups of four warps work side by side: a loader and two consumers, which take every other
-tile of 64 tokens of the scores, then each a quarter of the output channels at a time. Sizes are
-Dots3's: a latent of 1024 and a rotary part of 64, heads a multiple of 64, bfloat16.
+Four groups of four warps work side by side, as in `hopper.py`. Sizes are Dots3's: a latent of 1024
+and a rotary part of 64, heads a multiple of 64, bfloat16.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from plugins.dsa.kernels import pair
 from plugins.dsa.kernels.attention import LOG2_E, LOWEST
 from plugins.dsa.kernels.hopper import (
     _COPY,
@@ -32,24 +32,26 @@ from plugins.dsa.kernels.hopper import (
     _VECTOR,
     BLOCK_H,
     BLOCK_N,
-    _barrier,
     _gather,
-    store,
+    consumer,
+    finish,
+    hand_over,
+    zero,
 )
 
 LATENT = gl.constexpr(1024)
 ROPE = gl.constexpr(64)
 WIDTH = gl.constexpr(1088)
-# Channels per piece of a tile; pieces, the last one being the rotary part; buffers.
-PIECE = gl.constexpr(64)
-PIECES = gl.constexpr(17)
-SLOTS = gl.constexpr(11)
+# A program's half.
+HALF = gl.constexpr(512)
+HALF_ROPE = gl.constexpr(32)
+_NARROW_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+_NARROW_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 
 
 @gluon.jit
-def _rows(rows, first_row, tile, count, R):
-    """Addresses of a tile's cache rows, and which of its tokens there are."""
-    entry = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, _COPY))
+def _rows(rows, first_row, entry, count, R):
+    """Addresses of the cache rows of a window's entries, and which of them there are."""
     used = entry < count
     row = first_row + gl.where(used, entry, 0)
     row = gl.where(row >= R, row - R, row)
@@ -57,229 +59,150 @@ def _rows(rows, first_row, tile, count, R):
 
 
 @gluon.jit
-def _load(ring, full, empty, position, at, used, first):
-    """The channels from `first` on of a tile into the next buffer."""
-    lane = first + gl.arange(0, PIECE, layout=gl.SliceLayout(0, _COPY))
-    slot = position % SLOTS
-    mbarrier.wait(empty.index(slot), ((position // SLOTS) & 1) ^ 1)
-    _gather(ring.index(slot), at + lane[None, :], mask=used)
-    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-    return position + 1
-
-
-@gluon.jit
 def _loader(
-    q_latent, q_rope, rows, first_row, count, R, q, ring, full, empty,
-    TILES: gl.constexpr,
+    exchange, q_latent, q_rope, rows, rank, first_row, count, R, tiles,
+    ql, qr, latents, ropes, full, empty, rope_empty,
 ):  # fmt: skip
-    """The pieces of all tiles in the order of use; with the first ones the queries."""
-    head = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, _COPY))[:, None]
-    lane = gl.arange(0, PIECE, layout=gl.SliceLayout(0, _COPY))[None, :]
-    position = 0
-    for pair in range(TILES // 2):
-        even, even_used = _rows(rows, first_row, 2 * pair, count, R)
-        odd, odd_used = _rows(rows, first_row, 2 * pair + 1, count, R)
-        for piece in range(PIECES):
-            if pair == 0:
-                if piece < PIECES - 1:
-                    _gather(q.index(piece), q_latent + head * LATENT + lane + piece * PIECE)
-                else:
-                    _gather(q.index(piece), q_rope + head * ROPE + lane)
-            position = _load(ring, full, empty, position, even, even_used, piece * PIECE)
-            position = _load(ring, full, empty, position, odd, odd_used, piece * PIECE)
-    tiles = TILES
-    if count > TILES * BLOCK_N:
-        tiles += 1
-        at, used = _rows(rows, first_row, TILES, count, R)
-        for piece in range(PIECES):
-            position = _load(ring, full, empty, position, at, used, piece * PIECE)
-    for half in range(2):
-        for turn in range(tiles):
-            at, used = _rows(rows, first_row, tiles - 1 - turn, count, R)
-            for piece in range(4):
-                first = half * (LATENT // 2) + piece * PIECE
-                position = _load(ring, full, empty, position, at, used, first)
-                position = _load(ring, full, empty, position, at, used, first + LATENT // 4)
+    """This program's half of the queries once, then of the tiles."""
+    pair.come(exchange)
+    line = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, _COPY))
+    lane = rank * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, _COPY))
+    narrow = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, _NARROW_COPY))
+    rope_lane = rank * HALF_ROPE + gl.arange(0, HALF_ROPE, layout=gl.SliceLayout(0, _NARROW_COPY))
+    _gather(ql.index(0), q_latent + line[:, None] * LATENT + lane[None, :])
+    _gather(qr.index(0), q_rope + narrow[:, None] * ROPE + rope_lane[None, :])
+    for step in range(tiles):
+        stage = step % 2
+        at, used = _rows(rows, first_row, step * BLOCK_N + line, count, R)
+        mbarrier.wait(empty.index(stage), ((step // 2) & 1) ^ 1)
+        _gather(latents.index(stage), at + lane[None, :], mask=used)
+        at, used = _rows(rows + LATENT, first_row, step * BLOCK_N + narrow, count, R)
+        mbarrier.wait(rope_empty, (step & 1) ^ 1)
+        _gather(ropes, at + rope_lane[None, :], mask=used)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+    pair.meet(exchange)
 
 
 @gluon.jit
-def _scores(q, ring, full, empty, first, step):
-    """The scores of the tile whose pieces are at `first`, `first + step`, ..."""
-    score = gl.zeros((BLOCK_H, BLOCK_N), gl.float32, layout=_SCORES)
-    position = first
-    for piece in range(PIECES):
-        slot = position % SLOTS
-        mbarrier.wait(full.index(slot), (position // SLOTS) & 1)
-        fence_async_shared()
-        keys = ring.index(slot).permute((1, 0))
-        dots = warpgroup_mma(q.index(piece), keys, score, is_async=True)
-        # The other consumer's products fill the gap that this wait leaves.
-        score = warpgroup_mma_wait(0, deps=[dots])
-        mbarrier.arrive(empty.index(slot), count=1)
-        position += step
-    return score
-
-
-@gluon.jit
-def _seen(score, tile, count):
-    """Minus infinity for tokens that are not there."""
-    entry = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, _SCORES))
-    return gl.where((entry < count)[None, :], score, float("-inf"))
-
-
-@gluon.jit
-def _meet(met, turn: gl.constexpr):
-    """Both consumers have come here."""
-    _barrier()
-    mbarrier.arrive(met, count=1)
-    mbarrier.wait(met, turn)
-
-
-@gluon.jit
-def _probabilities(score, tile, highest, q, FACTOR: gl.constexpr):
-    """Stores a tile's probabilities where the queries were; returns their sums."""
-    weight = gl.exp2(score * FACTOR - highest[:, None])
-    q.index(tile).store(weight.to(gl.bfloat16))
-    return gl.sum(weight, axis=1)
-
-
-@gluon.jit
-def _add(weights, total, ring, full, position):
-    """A piece of the output with one more tile, in flight."""
-    slot = position % SLOTS
-    mbarrier.wait(full.index(slot), (position // SLOTS) & 1)
+def _scores(ql, qr, latents, ropes, full, step):
+    """This program's part of the scores of tile `step`, in flight."""
+    stage = step % 2
+    mbarrier.wait(full.index(stage), (step // 2) & 1)
     fence_async_shared()
-    return warpgroup_mma(weights, ring.index(slot), total, is_async=True)
+    none = gl.zeros((BLOCK_H, BLOCK_N), gl.float32, layout=_SCORES)
+    keys = latents.index(stage).permute((1, 0))
+    dots = warpgroup_mma(ql.index(zero(step)), keys, none, use_acc=False, is_async=True)
+    return warpgroup_mma(qr.index(zero(step)), ropes.permute((1, 0)), dots, is_async=True)
 
 
 @gluon.jit
-def _give_back(bystander, empty, position):
-    """Waits for all products but the newest one; the one before has read its buffer.
+def _exchanged(exchange, peer, at, ql, qr, latents, ropes, full, rope_empty, step):
+    """The scores of a tile: this program's part and the other one's."""
+    score = warpgroup_mma_wait(0, deps=[_scores(ql, qr, latents, ropes, full, step)])
+    mbarrier.arrive(rope_empty, count=1)
+    if step > 0:
+        pair.wait_taken(exchange, step - 1)
+    pair.send(score, peer, at)
+    return score + pair.receive(exchange, at, step)
 
-    The wait must not name the sums, or the assembler makes every product wait.
-    """
-    bystander = warpgroup_mma_wait(1, deps=[bystander])
-    mbarrier.arrive(empty.index(position % SLOTS), count=1)
-    return bystander
+
+@gluon.jit
+def _scorer(
+    exchange, tiles, count, opened, rank, lse,
+    ql, qr, latents, ropes, weights, factors, full, rope_empty, made, taken,
+    FACTOR: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Scores and probabilities. All tiles but the last are full."""
+    pair.come(exchange)
+    pair.meet(exchange)
+    peer = pair.peer_of(exchange)
+    at = pair.places(_SCORES)
+    maximum = gl.full((BLOCK_H,), LOWEST, gl.float32, layout=_HEADS_IN_SCORES)
+    normalizer = gl.zeros((BLOCK_H,), gl.float32, layout=_HEADS_IN_SCORES)
+    last = tiles - 1
+    for step in range(last):
+        score = _exchanged(exchange, peer, at, ql, qr, latents, ropes, full, rope_empty, step)
+        maximum, normalizer = hand_over(
+            score, step, count, maximum, normalizer, weights, factors, made, taken, FACTOR, False
+        )
+        pair.acknowledge(peer)
+    score = _exchanged(exchange, peer, at, ql, qr, latents, ropes, full, rope_empty, last)
+    maximum, normalizer = hand_over(
+        score, last, count, maximum, normalizer, weights, factors, made, taken, FACTOR, True
+    )
+    # The last tile is not acknowledged: the other program may be gone.
+    finish(tiles, opened, lse, rank == 0, maximum, normalizer, factors, made, taken, SPLIT)
 
 
 @gluon.jit
 def _consumer(
-    me: gl.constexpr, count, gate, out, q, ring, mine, other, my_sum, other_sum,
-    full, empty, met,
-    TILES: gl.constexpr, FACTOR: gl.constexpr,
+    me: gl.constexpr, exchange, tiles, out, latents, weights, factors, full, empty, made, taken,
 ):  # fmt: skip
-    """Every other tile of the scores and half of the output; consumer 1 takes the short tile."""
-    short = count > TILES * BLOCK_N
-    scores = ()
-    maximum = gl.full((BLOCK_H,), LOWEST, gl.float32, layout=_HEADS_IN_SCORES)
-    for pair in gl.static_range(TILES // 2):
-        score = _scores(q, ring, full, empty, 2 * PIECES * pair + me, 2)
-        score = _seen(score, 2 * pair + me, count)
-        maximum = gl.maximum(maximum, gl.max(score, axis=1) * FACTOR)
-        scores = scores + (score,)  # type: ignore[assignment]  # noqa: RUF005
-    last = gl.full((BLOCK_H, BLOCK_N), float("-inf"), gl.float32, layout=_SCORES)
-    position = TILES * PIECES
-    if short:
-        if me == 1:
-            last = _scores(q, ring, full, empty, position, 1)
-            last = _seen(last, TILES, count)
-            maximum = gl.maximum(maximum, gl.max(last, axis=1) * FACTOR)
-        position += PIECES
-    mine.store(maximum)
-    # The queries are read, too: their place is free.
-    _meet(met, 0)
-    highest = gl.maximum(maximum, other.load(_HEADS_IN_SCORES))
-    total = gl.zeros((BLOCK_H,), gl.float32, layout=_HEADS_IN_SCORES)
-    for pair in gl.static_range(TILES // 2):
-        total += _probabilities(scores[pair], 2 * pair + me, highest, q, FACTOR)
-    if me == 1:  # noqa: SIM102, known when compiling
-        if short:
-            total += _probabilities(last, TILES, highest, q, FACTOR)
-    my_sum.store(total)
-    fence_async_shared()
-    _meet(met, 1)
-    normalizer = total + other_sum.load(_HEADS_IN_SCORES)
-    some = normalizer > 0
-    head = gl.arange(0, BLOCK_H, layout=_HEADS_IN_SCORES)
-    factor = gl.where(some, 1.0 / normalizer, 0.0)
-    factor /= 1.0 + gl.exp2(-gl.load(gate + head).to(gl.float32) * LOG2_E)
-    tiles = gl.where(short, TILES + 1, TILES)
-    for half in range(2):
-        a = gl.zeros((BLOCK_H, PIECE), gl.float32, layout=_SCORES)
-        b = a
-        c = a
-        d = a
-        for turn in range(tiles):
-            weights = q.index(tiles - 1 - turn)
-            a_sum = _add(weights, a, ring, full, position + me)
-            b_sum = _add(weights, b, ring, full, position + me + 2)
-            factor = _give_back(factor, empty, position + me)
-            c_sum = _add(weights, c, ring, full, position + me + 4)
-            factor = _give_back(factor, empty, position + me + 2)
-            d_sum = _add(weights, d, ring, full, position + me + 6)
-            factor = _give_back(factor, empty, position + me + 4)
-            a, b, c, d = warpgroup_mma_wait(0, deps=[a_sum, b_sum, c_sum, d_sum])
-            mbarrier.arrive(empty.index((position + me + 6) % SLOTS), count=1)
-            position += 8
-        channel = half * (LATENT // 2) + me * (LATENT // 4)
-        store(out + channel, a * factor[:, None], 0, LATENT, _SCORES)
-        store(out + channel, b * factor[:, None], PIECE, LATENT, _SCORES)
-        store(out + channel, c * factor[:, None], 2 * PIECE, LATENT, _SCORES)
-        store(out + channel, d * factor[:, None], 3 * PIECE, LATENT, _SCORES)
+    """A half of the program's output, stored."""
+    pair.come(exchange)
+    consumer(me, tiles, out, latents, weights, factors, full, empty, made, taken, LATENT)
+    pair.meet(exchange)
 
 
 @gluon.jit
 def _program(
-    q_latent, q_rope, cache, base, slot, row, first_head, oldest, count, gate, out, R,
-    HEADS: gl.constexpr, SCALE: gl.constexpr, TILES: gl.constexpr,
+    q_latent, q_rope, cache, base, slot, row, rank, first_head, oldest, count, opened, out, lse, R,
+    HEADS: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """One query, 64 heads, `count` <= 64 (TILES + 1) tokens from position `oldest` on."""
-    q = gl.allocate_shared_memory(gl.bfloat16, [PIECES, BLOCK_H, PIECE], _TILE)
-    ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK_N, PIECE], _TILE)
-    max_a = gl.allocate_shared_memory(gl.float32, [BLOCK_H], _VECTOR)
-    max_b = gl.allocate_shared_memory(gl.float32, [BLOCK_H], _VECTOR)
-    sum_a = gl.allocate_shared_memory(gl.float32, [BLOCK_H], _VECTOR)
-    sum_b = gl.allocate_shared_memory(gl.float32, [BLOCK_H], _VECTOR)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(SLOTS):
-        # Each thread of the loader reports its own copies; one consumer gives a piece back.
-        mbarrier.init(full.index(index), count=128)
-        mbarrier.init(empty.index(index), count=1)
-    mbarrier.init(met, count=2)
+    """One query, 64 heads, half of the channels, `count` tokens from position `oldest` on."""
+    exchange = pair.open_exchange(row)
+    ql = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, HALF], _TILE)
+    qr = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, HALF_ROPE], _NARROW_TILE)
+    latents = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, HALF], _TILE)
+    ropes = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, HALF_ROPE], _NARROW_TILE)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], _TILE)
+    factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], _VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    rope_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(2):
+        # Each thread of the loader reports its own copies; each consumer reports once.
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=2)
+    mbarrier.init(rope_empty, count=1)
+    mbarrier.init(made, count=1)
+    mbarrier.init(taken, count=2)
     at = row.to(gl.int64) * HEADS + first_head
     first_row = (oldest - base) % R
     # The remainder takes the sign of the dividend; a base may lie ahead of an unused position.
     first_row = gl.where(first_row < 0, first_row + R, first_row)
+    # An empty window still is one tile, of which nothing is loaded: zeros, and so is the output.
+    tiles = gl.maximum(gl.cdiv(count, BLOCK_N), 1)
     gl.warp_specialize(
         [
             (
-                _consumer,
+                _scorer,
                 (
-                    0, count, gate, out, q, ring, max_a, max_b, sum_a, sum_b,
-                    full, empty, met, TILES, SCALE * LOG2_E,
+                    exchange, tiles, count, opened, rank, lse, ql, qr, latents, ropes, weights,
+                    factors, full, rope_empty, made, taken, SCALE * LOG2_E, SPLIT,
                 ),
             ),
             (
                 _consumer,
-                (
-                    1, count, gate, out, q, ring, max_b, max_a, sum_b, sum_a,
-                    full, empty, met, TILES, SCALE * LOG2_E,
-                ),
+                (0, exchange, tiles, out, latents, weights, factors, full, empty, made, taken),
+            ),
+            (
+                _consumer,
+                (1, exchange, tiles, out, latents, weights, factors, full, empty, made, taken),
             ),
             (
                 _loader,
                 (
-                    q_latent + at * LATENT, q_rope + at * ROPE,
-                    cache + slot.to(gl.int64) * R * WIDTH, first_row, count, R,
-                    q, ring, full, empty, TILES,
+                    exchange, q_latent + at * LATENT, q_rope + at * ROPE,
+                    cache + slot.to(gl.int64) * R * WIDTH, rank, first_row, count, R, tiles,
+                    ql, qr, latents, ropes, full, empty, rope_empty,
                 ),
             ),
         ],
-        [4, 4],
-        [216, 72],
+        [4, 4, 4],
+        [176, 176, 56],
     )  # fmt: skip
 
 
@@ -299,17 +222,50 @@ def window_whole(
     q_latent, q_rope, cache, past, new, base, gate,
     S, R,
     out,
-    SCALE: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
+    SCALE: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Whole windows, gated and final. Grid (H / 64, rows), 4 warps.
+    """Whole windows, gated and final. Grid (2 H / 64, rows), clusters of 2, 4 warps.
 
-    Tensors as in `window.window_scores`; out [B, S, H, L]. TILES: the window's full tiles.
+    Tensors as in `window.window_scores`; out [B, S, H, L].
     """
     row = gl.program_id(1)
-    first_head = gl.program_id(0) * BLOCK_H
+    rank = gl.program_id(0) % 2
+    first_head = gl.program_id(0) // 2 * BLOCK_H
     slot, oldest, count = _window_of(past, new, row, S, WINDOW)
     at = row.to(gl.int64) * HEADS + first_head
+    head = gl.arange(0, BLOCK_H, layout=_HEADS_IN_SCORES)
+    opened = gl.load(gate + at + head).to(gl.float32)
+    opened = 1.0 / (1.0 + gl.exp2(-opened * LOG2_E))
     _program(
-        q_latent, q_rope, cache, gl.load(base + slot), slot, row, first_head, oldest, count,
-        gate + at, out + at * LATENT, R, HEADS, SCALE, TILES,
+        q_latent, q_rope, cache, gl.load(base + slot), slot, row, rank, first_head, oldest, count,
+        opened, out + at * LATENT + rank * HALF, out, R, HEADS, SCALE, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def window_split(
+    q_latent, q_rope, cache, past, new, base,
+    S, R, splits,
+    partial, partial_lse,
+    SCALE: gl.constexpr, WINDOW: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Runs of windows. Grid (2 H / 64, splits, rows), clusters of 2, 4 warps.
+
+    partial float32 [B, S, splits, H, L]; partial_lse float32 [B, S, splits, H], base 2.
+    """
+    row = gl.program_id(2)
+    split = gl.program_id(1)
+    rank = gl.program_id(0) % 2
+    first_head = gl.program_id(0) // 2 * BLOCK_H
+    slot, oldest, count = _window_of(past, new, row, S, WINDOW)
+    # Whole tiles each; the last run takes the short one besides.
+    run = gl.cdiv(count // BLOCK_N, splits) * BLOCK_N
+    first = gl.minimum(split * run, count)
+    count = gl.where(split == splits - 1, count - first, gl.minimum(run, count - first))
+    at = (row.to(gl.int64) * splits + split) * HEADS + first_head
+    opened = gl.full((BLOCK_H,), 1.0, gl.float32, layout=_HEADS_IN_SCORES)
+    _program(
+        q_latent, q_rope, cache, gl.load(base + slot), slot, row, rank, first_head, oldest + first,
+        count, opened, partial + at * LATENT + rank * HALF, partial_lse + at, R, HEADS, SCALE,
+        True,
     )  # fmt: skip

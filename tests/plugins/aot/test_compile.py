@@ -17,8 +17,10 @@ from plugins.aot.compile import (
     assemble,
     compile_kernel,
     entry_parameters,
+    in_clusters,
     newest_ptx,
     runs_on,
+    static_shared,
     strip_scratch,
 )
 from plugins.aot.driver import LoadedKernel
@@ -142,6 +144,38 @@ def test_the_assembler_s_refusal_is_reported() -> None:
     broken = compile_kernel(SMALL, "9.0").ptx.replace("ret;", "nonsense;")
     with pytest.raises(InputError, match="assembler"):
         assemble(broken, "9.0")
+
+
+def test_clusters_are_declared_in_the_kernel() -> None:
+    plain = compile_kernel(SMALL, "9.0")
+    paired = compile_kernel(replace(SMALL, cluster=2), "9.0")
+    assert "cluster" not in plain.ptx
+    assert paired.ptx == plain.ptx.replace(".reqntid", ".reqnctapercluster 2, 1, 1\n.reqntid")
+    assert in_clusters(plain.ptx, 2) == paired.ptx and in_clusters(plain.ptx, 1) == plain.ptx
+    assert "registers" in assemble(paired.ptx, "9.0")
+    assert SMALL.key != replace(SMALL, cluster=2).key
+    # GPUs without clusters.
+    with pytest.raises(CapabilityError, match="no clusters"):
+        compile_kernel(replace(SMALL, cluster=2), "8.9")
+
+
+def test_clusters_are_not_left_to_triton_s_launcher() -> None:
+    with pytest.raises(UsageError, match="clusters of 2"):
+        replace(SMALL, cluster=2).launch({}, {})
+
+
+def test_a_kernel_s_own_shared_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ".extern .shared .align 16 .b8 global_smem[];\n"
+    assert static_shared(text) == 0
+    text += "  .shared .align 1024 .b8 exchange[17408];\n.shared .align 8 .b8 more[24];\n"
+    assert static_shared(text) == 17432
+    from plugins.dsa import plan as dsa_plan
+
+    paired = dsa_plan.window_whole_hopper(dsa_plan.SLIDING)
+    dynamic = compile_kernel(paired, "9.0").shared_bytes
+    monkeypatch.setitem(SHARED_BYTES, "9.0", -(-dynamic // 1024))
+    with pytest.raises(InputError, match="more shared memory"):
+        compile_kernel(paired, "9.0")
 
 
 def test_argument_order_is_checked() -> None:

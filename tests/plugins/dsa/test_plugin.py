@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from plugins.aot.compile import assemble, compile_kernel, entry_parameters
-from plugins.dsa import plan
+from plugins.aot.compile import assemble, compile_kernel, entry_parameters, static_shared
+from plugins.dsa import kernel, plan
 from plugins.dsa.plan import SLIDING, Geometry
 from plugins.dsa.plugin import COMPILED_FOR, OPERATIONS, geometry_attributes
 from plugins.support.errors import UsageError
@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "window_scores": {"q_latent": Shape(B, S, 64, 1024), "cache": Shape(B, 1, R, 1088)},
     "window_values": {"gate": Shape(B, S, 64), "cache": Shape(B, 1, R, 1088)},
     "window": {"gate": Shape(B, S, 64), "cache": Shape(B, 1, R, 1088)},
+    "window_split": {"q_latent": Shape(B, S, 64, 1024), "cache": Shape(B, 1, R, 1088)},
     "dense": {
         "q_nope": Shape(B, S, 128, 128),
         "expanded": Shape(B, C, 128, 256),
@@ -65,6 +66,7 @@ OUT = {
     },
     "window_values": {"out": (B, S, 64, 1024)},
     "window": {"out": (B, S, 64, 1024)},
+    "window_split": {"partial": (B, S, 2, 64, 1024), "partial_lse": (B, S, 2, 64)},
     "dense": {"out": (B, S, 128, 128)},
 }
 
@@ -113,15 +115,21 @@ def test_kernels_compile_for_every_gpu(name: str, capability: str) -> None:
         plan.attend_whole_hopper(FULL),
         plan.attend_split_hopper(FULL),
         plan.window_whole_hopper(SLIDING),
+        plan.window_split_hopper(SLIDING),
+        plan.attend_dense_hopper(FULL),
         plan.attend_dense_hopper(SLIDING),
     ],
-    ids=lambda spec: spec.name,
+    ids=lambda spec: spec.key,
 )
 def test_hopper_kernels_compile(spec: Any) -> None:
     compiled = compile_kernel(spec, "9.0")
-    # A loader and two consumers of four warps each.
-    assert compiled.threads == 384
-    assert compiled.shared_bytes <= 227 * 1024
+    # A loader and two consumers of four warps each; absorbed attention also has a scorer.
+    assert compiled.threads == (384 if spec.name == "dsa_attend_dense" else 512)
+    own = static_shared(compiled.ptx)
+    assert own + compiled.shared_bytes <= 227 * 1024
+    # What a launch asks for lies behind the kernel's own array, and tiles need that border.
+    assert own % 1024 == 0 and (own > 0) == (spec.cluster > 1)
+    assert (".reqnctapercluster 2, 1, 1" in compiled.ptx) == (spec.cluster > 1)
     assert "wgmma.mma_async" in compiled.ptx
     # Operand addresses computed ahead of the loop and spilled made a kernel a third slower.
     spilled = re.search(r"(\d+) bytes spill stores", assemble(compiled.ptx, "9.0"))
@@ -136,6 +144,13 @@ def test_hopper_kernels_only_where_they_fit() -> None:
     assert not plan.fits_hopper(Geometry(dtype="float16"), (9, 0))
     assert not plan.fits_hopper(Geometry(heads=96), (9, 0))
     assert not plan.fits_hopper(replace(SLIDING, window=600), (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "runs"), [(1, 8), (8, 8), (16, 4), (32, 2), (34, 1), (64, 1), (2048, 1)]
+)
+def test_windows_are_cut_where_few_queries_leave_a_gpu_empty(rows: int, runs: int) -> None:
+    assert kernel.window_splits(SLIDING, rows) == runs
 
 
 def test_argument_order_is_checked() -> None:
