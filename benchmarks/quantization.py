@@ -104,10 +104,12 @@ def convert_and_watch(source: Path, target: Path, quantize: str | None, workers:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    plan = plan_conversion(source, target, quantize=quantize, workers=workers)
-    report = execute(plan, target)
-    done.set()
-    watcher.join()
+    try:
+        plan = plan_conversion(source, target, quantize=quantize, workers=workers)
+        report = execute(plan, target)
+    finally:
+        done.set()
+        watcher.join()
     result = {
         "announced": plan.peak_bytes,
         "found": peak - before,

@@ -18,9 +18,13 @@ _BLOCK_ELEMENTS = 16 * 1024 * 1024
 _FILE_BYTES = 2 * 10**9
 
 
-def text_config(gigabytes: float) -> dict[str, Any]:
-    """A configuration whose bf16 tensors take about that much; a third of it is the PLE table."""
-    hidden, expert, experts = 1024, 512, 64
+def text_config(
+    gigabytes: float, *, hidden: int = 1024, expert: int = 512, experts: int = 64
+) -> dict[str, Any]:
+    """A configuration whose bf16 tensors take about that much; a third of it is the PLE table.
+
+    Four layers with experts of that size are the least.
+    """
     per_layer = 3 * hidden * expert * experts * 2
     periods = max(1, round(gigabytes * 1e9 * 0.62 / per_layer / 4))
     table_rows = int(gigabytes * 1e9 * 0.33 / 2 / 64)
@@ -46,9 +50,9 @@ def shapes_on_disk(text: Mapping[str, Any], *, stacked_experts: bool) -> dict[st
     return {name: tuple(t.shape) for name, t in tensors.items() if t.dtype == torch.bfloat16}
 
 
-def write(directory: Path, gigabytes: float, *, stacked_experts: bool) -> int:
-    """Write the checkpoint; bytes of its tensors."""
-    text = text_config(gigabytes)
+def write(directory: Path, gigabytes: float, *, stacked_experts: bool, **sizes: int) -> int:
+    """Write the checkpoint, with other `sizes` of `text_config`; bytes of its tensors."""
+    text = text_config(gigabytes, **sizes)
     directory.mkdir(parents=True)
     config = layout.released_config(text, torch.bfloat16)
     (directory / "config.json").write_text(json.dumps(config))

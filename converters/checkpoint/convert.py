@@ -38,7 +38,7 @@ from converters.checkpoint.write import (
 )
 from converters.quantization.calibration import Calibration
 from converters.quantization.declared import compare, read_claims
-from converters.quantization.operations import OPERATIONS
+from converters.quantization.operations import OPERATIONS, task_memory
 from converters.quantization.summary import summarise
 from converters.quantization.targets import Quantize
 from converters.registry import family_for, model_type_of
@@ -99,7 +99,8 @@ class ConversionPlan:
     @property
     def peak_bytes(self) -> int:
         """Most memory beyond the program itself: buffers of the workers, and the plan."""
-        return peak_bytes(self.workers, len(self.source.tensors))
+        task = max(map(task_memory, self.recipes), default=0)
+        return peak_bytes(self.workers, len(self.source.tensors), task)
 
     def lines(self) -> list[str]:
         """What will happen, for people."""

@@ -29,6 +29,7 @@ from converters.checkpoint.recipe import Output, Part, Recipe, Wanted
 from converters.checkpoint.source import INDEX_FILE, QUANT_CONFIG
 from converters.checkpoint.write import (
     OutputFile,
+    copy_memory,
     peak_bytes,
     run_tasks,
     split_tasks,
@@ -120,7 +121,8 @@ class ExportPlan:
     @property
     def peak_bytes(self) -> int:
         """Most memory beyond the program itself: buffers of the workers, and the plan."""
-        return peak_bytes(self.workers, sum(len(group) for group in self.groups))
+        recipes = [recipe for group in self.groups for recipe in group]
+        return peak_bytes(self.workers, len(recipes), max(map(copy_memory, recipes), default=0))
 
     def lines(self) -> list[str]:
         """What will happen, for people."""

@@ -23,12 +23,14 @@ from plugins.support.progress import Reporter
 
 # A piece that one worker holds in memory. Large enough for full disk speed.
 CHUNK_BYTES = 16 * 1024 * 1024
-# Buffers of one worker: a chunk as read, widened for checks, and as written.
-_CHUNKS_PER_WORKER = 6
 # Names, places and recipes of one source tensor, measured on 300,000 of them.
 _PLAN_BYTES_PER_TENSOR = 1200
+# Libraries' buffers, threads, and what the memory allocator keeps of freed pieces, as a factor.
+_FIXED_BYTES, _ALLOCATOR = 24 * 1024 * 1024, 2
 # Elements that are checked and cast at a time: several passes over them stay in the cache.
 _CAST_ELEMENTS = 256 * 1024
+# Of each: as read, widened for checks, cast, its bits, and in a wider row.
+_CAST_BYTES_PER_ELEMENT = 32
 _INTEGERS = {16: torch.int16, 32: torch.int32}
 
 
@@ -44,9 +46,27 @@ def worker_count(workers: int | None) -> int:
     return workers
 
 
-def peak_bytes(workers: int, tensors: int) -> int:
-    """Most memory of a run beyond the program itself: buffers of the workers, and the plan."""
-    return workers * _CHUNKS_PER_WORKER * CHUNK_BYTES + tensors * _PLAN_BYTES_PER_TENSOR
+def peak_bytes(workers: int, tensors: int, task: int) -> int:
+    """Most memory of a run beyond the program itself: the plan, and for each worker its task.
+
+    Args:
+        workers: tasks at a time.
+        tensors: of the source.
+        task: bytes that the largest task needs.
+    """
+    return _FIXED_BYTES + tensors * _PLAN_BYTES_PER_TENSOR + workers * _ALLOCATOR * task
+
+
+def copy_memory(recipe: Recipe) -> int:
+    """Bytes that `copy` needs for the largest source of a recipe."""
+    if not recipe.sources:
+        return 0
+    dtype = recipe.outputs[0].dtype
+    if recipe.positive or recipe.room or any(e.dtype != dtype for e in recipe.sources):
+        row = recipe.room[-1] if recipe.room else 1
+        elements = max(math.prod(entry.shape) for entry in recipe.sources)
+        return min(elements, max(_CAST_ELEMENTS, row)) * _CAST_BYTES_PER_ELEMENT
+    return min(CHUNK_BYTES // 4, max(entry.nbytes for entry in recipe.sources))
 
 
 class _Buffers(threading.local):
@@ -343,7 +363,7 @@ def _copy_bytes(
                     in_kernel = False
                     continue
             else:
-                data = os.pread(source.fileno(), min(size, CHUNK_BYTES), position)
+                data = os.pread(source.fileno(), min(size, CHUNK_BYTES // 4), position)
                 done = os.pwrite(file.descriptor, data, target) if data else 0
             if done == 0:
                 raise _ended_early(entry)

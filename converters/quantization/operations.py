@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from converters.checkpoint.header import TensorEntry
-from converters.checkpoint.write import CHUNK_BYTES, Compute, Counts, OutputFile, Segment, Task
+from converters.checkpoint.recipe import Recipe
+from converters.checkpoint.write import (
+    CHUNK_BYTES,
+    Compute,
+    Counts,
+    OutputFile,
+    Segment,
+    Task,
+    copy_memory,
+)
 from converters.quantization import fp8, nvfp4
 from converters.quantization.magnitude import largest_magnitude
 from plugins.support.errors import InputError
@@ -97,6 +106,30 @@ OPERATIONS: dict[str, Compute] = {
 }
 
 
+# Bytes for each value of a strip of rows besides reading it: its code, and what is computed on the
+# way in float32 (FP8: quotient, and that clamped; with blocks a scale for every value).
+_BYTES_PER_VALUE = {"nvfp4": 2, "fp8": 9, "fp8_block": 14}
+
+
+def task_memory(recipe: Recipe) -> int:
+    """Bytes that a task of a recipe needs at a time."""
+    if recipe.operation not in _BYTES_PER_VALUE:
+        return copy_memory(recipe)
+    rows, columns = recipe.matrix_shape
+    width = max(math.ceil(entry.dtype.bits / 8) for entry in (*recipe.sources, *recipe.peers))
+    strip = min(_strip_rows(columns), rows) * columns
+    others = max((math.prod(entry.shape) for entry in recipe.peers), default=0)
+    read = max(strip, min(others, CHUNK_BYTES // 16)) * width
+    matrix = rows * columns * width
+    kept = matrix if recipe.operation != "fp8_block" and matrix <= CHUNK_BYTES else 0
+    return read + kept + strip * _BYTES_PER_VALUE[recipe.operation]
+
+
+def _strip_rows(columns: int) -> int:
+    """Rows at a time, a multiple of the FP8 block."""
+    return max(CHUNK_BYTES // 16 // (columns * _ROW_STEP), 1) * _ROW_STEP
+
+
 class _Matrix:
     """The matrix of a task: one or more segments that hold whole rows of it."""
 
@@ -127,7 +160,7 @@ class _Matrix:
     def _read(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Strips of rows; none goes over the border of two projections."""
         first = 0
-        step = max(CHUNK_BYTES // 4 // (self._columns * _ROW_STEP), 1) * _ROW_STEP
+        step = _strip_rows(self._columns)
         for segment in self._pieces():
             rows = segment.count // self._columns
             for row in range(0, rows, step):
@@ -153,7 +186,7 @@ def _peak(entry: TensorEntry) -> torch.Tensor:
 
 def _chunks(entry: TensorEntry) -> Iterator[torch.Tensor]:
     segment = Segment(entry, 0, math.prod(entry.shape))
-    step = CHUNK_BYTES // 4
+    step = CHUNK_BYTES // 16
     for start in range(0, segment.count, step):
         yield segment.read(start, min(step, segment.count - start))
 

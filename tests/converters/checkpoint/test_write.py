@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from converters.checkpoint.write import peak_bytes, worker_count
+from converters.checkpoint.write import worker_count
 from plugins.support.errors import UsageError
 
 
@@ -16,9 +16,3 @@ def test_one_worker_per_core_unless_said_otherwise(monkeypatch: pytest.MonkeyPat
     assert worker_count(8) == 8
     with pytest.raises(UsageError, match="at least one worker"):
         worker_count(0)
-
-
-def test_announced_memory_follows_the_workers() -> None:
-    per_worker = peak_bytes(2, 10) - peak_bytes(1, 10)
-    assert per_worker > 0
-    assert peak_bytes(9, 10) - peak_bytes(1, 10) == 8 * per_worker
