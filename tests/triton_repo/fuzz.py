@@ -30,7 +30,7 @@ from tritonclient.utils import InferenceServerException
 from triton_repo.generate import RepositoryOptions, write_repository
 from triton_repo.server import TritonServer, running
 from triton_repo.tensor_io import NUMPY
-from triton_repo.tensors import GENERATION_INPUTS, REQUEST
+from triton_repo.tensors import GENERATION_INPUTS, POSTPROCESSING_INPUTS, REQUEST
 
 MODELS = ("tensorrt_llm_bls", "ensemble", "tensorrt_llm", "preprocessing")
 TIMEOUT_S = 20.0
@@ -38,6 +38,8 @@ ORDINARY_EVERY = 25
 # Growth of one process that is still noise: allocator pools, not one request in a thousand.
 MEMORY_NOISE_MB = 40
 NAMES = {f.name for f in REQUEST} | {t.name for t in GENERATION_INPUTS}
+ANSWERED = tuple(tensor for tensor, _ in POSTPROCESSING_INPUTS)
+NAMES |= {tensor.name for tensor in ANSWERED}
 # What tritonserver itself answers to JSON or tensors that do not fit a model's configuration.
 SERVER_REFUSALS = re.compile(
     r"Unable to parse|attempt to|Raw request|failed to parse|unexpected|expected|must be|JSON"
@@ -67,7 +69,9 @@ JSONS = [
     '{"a":' * 2000,
     '{"videos_kwargs": 5}', '{"size": {"longest_edge": -1}}', '[{"modality": "image"}]',
     '[{"modality": "image", "offset": -1, "length": 1, "key": 1}]', '{"messages": 1}',
-    "1e999", "[NaN]",
+    "1e999", "[NaN]", '{"key": "a", "number": 5}', '{"key": "a"}', '{"context": [-1]}',
+    '{"text": {"tools": "x"}}', '{"text": {"reasoning": "open"}}', '{"window": 0}',
+    '{"prompt_length": 99}',
 ]  # fmt: skip
 
 
@@ -186,8 +190,11 @@ class Fuzzer:
         self._judge(answer.status_code, answer.text, body)
 
     def _infer(self) -> None:
-        """The generation model and preprocessing, with tensors of their own names."""
+        """The generation model and postprocessing, with tensors of their own names."""
         made = self._random
+        if made.random() < 0.3:
+            self._postprocess()
+            return
         body: dict[str, Any] = {}
         for tensor in made.sample(GENERATION_INPUTS, made.randrange(1, 8)):
             values = [self._value(tensor.name, tensor.dtype) for _ in range(made.randrange(0, 4))]
@@ -199,6 +206,25 @@ class Fuzzer:
         url = f"{self._server.http_url}/v2/models/tensorrt_llm/generate"
         answer = self._session.post(url, data=_dumps(body), timeout=TIMEOUT_S)
         self._judge(answer.status_code, answer.text, body)
+
+    def _postprocess(self) -> None:
+        made = self._random
+        inputs = []
+        for tensor in ANSWERED:
+            if made.random() < 0.1:
+                continue
+            shape = [1, *(made.choice([1, 1, 2, 0]) for _ in tensor.dims)]
+            if made.random() < 0.05:
+                shape[0] = 2
+            count = int(np.prod(shape))
+            data = [self._value(tensor.name, tensor.dtype) for _ in range(count)]
+            if tensor.dtype == "INT32" and made.random() < 0.8:
+                data = [made.choice([0, 1, 2, 97, -1, 10**6]) for _ in range(count)]
+            kind = "BYTES" if tensor.dtype == "STRING" else tensor.dtype
+            inputs.append({"name": tensor.name, "datatype": kind, "shape": shape, "data": data})
+        url = f"{self._server.http_url}/v2/models/postprocessing/infer"
+        answer = self._session.post(url, data=_dumps({"inputs": inputs}), timeout=TIMEOUT_S)
+        self._judge(answer.status_code, answer.text, inputs)
 
     def _raw(self) -> None:
         made = self._random
@@ -251,7 +277,7 @@ class Fuzzer:
 
 _JSON_FIELDS = {
     "messages", "content_parts", "mm_features", "chat_template_kwargs", "mm_processor_kwargs",
-    "request_state",
+    "request_state", "STREAM_STATE",
 }  # fmt: skip
 
 

@@ -585,3 +585,41 @@ def test_rows_are_filled_after_their_lengths_are_known(echo_server: TritonServer
     assert outputs["REQUEST_INPUT_LEN"]["data"] == [5, 3]
     assert outputs["PROMPT_TOKEN_OFFSETS"]["shape"] == [2, 5, 2]
     assert pairs(outputs["PROMPT_TOKEN_OFFSETS"]["data"])[8:] == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name"),
+    [
+        ({"STREAM_STATE": "{"}, "STREAM_STATE"),
+        ({"STREAM_STATE": '{"context": [-1]}'}, "STREAM_STATE"),
+        ({"STREAM_STATE": '{"text": {"tools": "[5]"}}'}, "STREAM_STATE"),
+        ({"STREAM_STATE": '{"key": "nobody", "number": 3}'}, "STREAM_STATE"),
+        ({"SEQUENCE_LENGTH": [2, 1]}, "SEQUENCE_LENGTH"),
+        ({"SEQUENCE_LENGTH": 3}, "SEQUENCE_LENGTH"),
+        ({"SEQUENCE_LENGTH": -1}, "SEQUENCE_LENGTH"),
+        ({"TOKENS_BATCH": [104, -1]}, "TOKENS_BATCH"),
+        ({"FINISH_REASON": ["stop", "stop"]}, "FINISH_REASON"),
+    ],
+)
+def test_what_postprocessing_refuses(
+    echo_server: TritonServer, tensors: dict[str, Any], name: str
+) -> None:
+    def ask(values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        inputs = []
+        for key, value in values.items():
+            data = value if isinstance(value, list) else [value]
+            kind = "INT32" if isinstance(data[0], int) else "BYTES"
+            shape = [1, 1, len(data)] if key == "TOKENS_BATCH" else [1, len(data)]
+            inputs.append({"name": key, "datatype": kind, "shape": shape, "data": data})
+        url = f"{echo_server.http_url}/v2/models/postprocessing/infer"
+        answer = requests.post(url, json={"inputs": inputs}, timeout=20)
+        return answer.status_code, answer.json()
+
+    right = {"TOKENS_BATCH": [104, 105], "SEQUENCE_LENGTH": 2, "STREAM_STATE": "{}"}
+    without = {"TOKENS_BATCH": [104], "SEQUENCE_LENGTH": 1, "FINISH_REASON": "stop"}
+    assert ask(without) == (400, {"error": "STREAM_STATE: is required"})
+    status, answer = ask(right)
+    assert status == 200
+    assert [o["data"] for o in answer["outputs"] if o["name"] == "OUTPUT"] == [["hi"]]
+    status, answer = ask(right | tensors)
+    assert (status, answer["error"].partition(":")[0]) == (400, name)

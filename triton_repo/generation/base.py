@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from triton_repo.frontend.chat import MODALITIES
+from plugins.support.errors import UsageError
+from triton_repo.frontend.chat import MODALITIES, check_tools
 from triton_repo.frontend.options import RequestOptions
 from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.pipeline import MediaSpan, Prepared
@@ -145,6 +147,16 @@ class TextState(BaseModel):
     tools: str = ""
     reasoning: Reasoning = ""
 
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, value: str) -> str:
+        try:
+            if value:
+                check_tools(json.loads(value))
+        except (ValueError, RecursionError, UsageError):
+            raise ValueError("must be functions with a name and a schema each") from None
+        return value
+
 
 _USUAL = TextState()
 
@@ -215,9 +227,52 @@ class RequestState(BaseModel):
         try:
             return RequestState.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise problem("request_state", f"is not valid: {where} {first['msg']}") from None
+            raise _invalid("request_state", error) from None
+
+
+class AnswerTextState(TextState):
+    """`TextOptions`, as part of a stream state."""
+
+    end_ids: tuple[int, ...] = ()
+
+    def options(self) -> TextOptions:
+        """The options that this is the state of."""
+        return TextOptions(**self.model_dump())
+
+
+class StreamState(BaseModel):
+    """What `tensorrt_llm` tells `postprocessing` about the ids of one row, as JSON text.
+
+    Attributes:
+        answer, key: names of the answer and, in a stream, of the sequence.
+        number: responses of the sequence before this one.
+        context: ids before the generated ones, with the first response.
+        text: what text the client wants, with the first response.
+        prompt_length: how many of the ids are the prompt's.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    answer: str = ""
+    key: str = ""
+    number: int = Field(default=0, ge=0)
+    context: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    text: AnswerTextState = AnswerTextState()
+    prompt_length: int = Field(default=0, ge=0)
+
+    @staticmethod
+    def parse(text: bytes) -> StreamState:
+        """A state from its JSON text. Raises UsageError for any other text."""
+        try:
+            return StreamState.model_validate_json(text)
+        except ValidationError as error:
+            raise _invalid("STREAM_STATE", error) from None
+
+
+def _invalid(name: str, error: ValidationError) -> UsageError:
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return problem(name, f"is not valid: {where} {first['msg']}")
 
 
 def call_from_prepared(prepared: Prepared, echo: dict[str, Any] | None) -> GenerationCall:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from triton_repo.answers import id_tensor
 from triton_repo.frontend.detokenize import decode_all
-from triton_repo.frontend.output import OutputText, Piece, TextOptions
+from triton_repo.frontend.output import OutputText, Piece
 from triton_repo.frontend.problems import problem
+from triton_repo.generation.base import StreamState
 from triton_repo.generation.channel import ChannelClient, socket_path
 from triton_repo.models.base import (
     hide_from_collector,
@@ -23,7 +25,9 @@ from triton_repo.models.base import (
 from triton_repo.parameters import CommonParameters, model_parameters, open_tokenizer
 from triton_repo.replies import CANCEL_POLL_S, describe, triton_error
 from triton_repo.tensor_io import Array, batch_of, response_tensor
+from triton_repo.tensors import POSTPROCESSING_INPUTS
 
+_REQUIRED = frozenset(t.name for t, _ in POSTPROCESSING_INPUTS if not t.optional)
 # A stream whose end never came is forgotten after this long.
 FORGET_AFTER_S = 3600.0
 TENSOR_NAMES = {
@@ -78,9 +82,12 @@ class Postprocessing:
         pb = self._pb
         responses = []
         for request in requests:
-            inputs = tensors_of(request)
-            states = [json.loads(bytes(state)) for state in inputs["STREAM_STATE"].reshape(-1)]
             try:
+                inputs = tensors_of(request)
+                for name in _REQUIRED - inputs.keys():
+                    # Triton counts inputs; an optional one may stand for a required one.
+                    raise problem(name, "is required")
+                states = [StreamState.parse(bytes(s)) for s in inputs["STREAM_STATE"].reshape(-1)]
                 outputs = self.text_tensors(inputs, states)
                 self._look_for_clients(request, states)
                 tensors = [pb.Tensor(TENSOR_NAMES[n], a) for n, a in outputs.items()]
@@ -94,36 +101,42 @@ class Postprocessing:
         self._streams.clear()
         self._channel.close()
 
-    def _look_for_clients(self, request: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    def _look_for_clients(self, request: Any, states: Sequence[StreamState]) -> None:
         """End the generation of streams whose client is gone.
 
         An ensemble does not cancel a step that runs, but marks the requests that follow: those of
         this model. Looking is a call into the server, so not every piece of text does it.
         """
         now = time.monotonic()
-        streams = [self._streams.get(state.get("key", "")) for state in states]
+        streams = [self._streams.get(state.key) for state in states]
         due = [s for s in streams if s is not None and now - s.looked >= CANCEL_POLL_S]
         if not due:
             return
         for stream in due:
             stream.looked = now
         if request.is_cancelled():
-            for answer in {state["answer"] for state in states if "answer" in state}:
+            for answer in {state.answer for state in states if state.answer}:
                 self._channel.lost(answer)
 
     def text_tensors(
-        self, inputs: Mapping[str, Array], states: Sequence[Mapping[str, Any]]
+        self, inputs: Mapping[str, Array], states: Sequence[StreamState]
     ) -> dict[str, Array]:
-        """Text outputs by public name for the inputs of one request, and the state of each row."""
+        """Text outputs by public name for the inputs of one request, and the state of each row.
+
+        Raises UsageError for tensors that do not fit each other.
+        """
         tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
         reasons = inputs.get("FINISH_REASON")
+        _check(tokens, lengths, reasons)
         done: list[list[_Part]] = []
         for row, state in enumerate(states):
-            finished = [bytes(r).decode() for r in reasons[row]] if reasons is not None else None
+            finished = None
+            if reasons is not None:
+                finished = [bytes(reason).decode("utf-8", "replace") for reason in reasons[row]]
             sequences = [
                 tokens[row, s, : int(lengths[row, s])].tolist() for s in range(lengths.shape[1])
             ]
-            if "key" in state:
+            if state.key:
                 reason = finished[0] if finished else None
                 done.append([self._stream(state, sequences[0], reason)])
             else:
@@ -151,15 +164,15 @@ class Postprocessing:
                 out[name] = batch_of(response_tensor(name), values)
         return out
 
-    def _stream(self, state: Mapping[str, Any], ids: list[int], reason: str | None) -> _Part:
-        key, number = state["key"], state["number"]
+    def _stream(self, state: StreamState, ids: list[int], reason: str | None) -> _Part:
+        key, number = state.key, state.number
         if number == 0:
             self._forget_old()
             self._streams[key] = _Stream(self._text(state))
         stream = self._streams.get(key)
         if stream is None or stream.number != number:
             self._streams.pop(key, None)
-            raise problem("stream_state", "responses of a stream came out of order", found=number)
+            raise problem("STREAM_STATE", "responses of a stream came out of order", found=number)
         stream.number += 1
         stream.used = time.monotonic()
         output = stream.text
@@ -169,17 +182,17 @@ class Postprocessing:
             del self._streams[key]
         return _Part(*piece, ids[:used], reason, output.stop_reason, output.tool_calls)
 
-    def _complete(self, state: Mapping[str, Any], ids: list[int], reason: str) -> _Part:
-        prompt = ids[: state["prompt_length"]]
+    def _complete(self, state: StreamState, ids: list[int], reason: str) -> _Part:
+        prompt = ids[: state.prompt_length]
         output = self._text(state)
-        front = decode_all(self._tokenizer, prompt, (), state["text"]["skip_special_tokens"])
+        front = decode_all(self._tokenizer, prompt, (), state.text.skip_special_tokens)
         generated = ids[len(prompt) :]
         piece, used = output.feed(generated)
         whole = Piece(front).joined(piece).joined(output.finish())
         return _Part(*whole, generated[:used], reason, output.stop_reason, output.tool_calls)
 
-    def _text(self, state: Mapping[str, Any]) -> OutputText:
-        return OutputText(self._tokenizer, state["context"], TextOptions.from_json(state["text"]))
+    def _text(self, state: StreamState) -> OutputText:
+        return OutputText(self._tokenizer, state.context, state.text.options())
 
     def _forget_old(self) -> None:
         limit = time.monotonic() - FORGET_AFTER_S
@@ -188,3 +201,23 @@ class Postprocessing:
             if stream.used > limit:
                 return
             del self._streams[key]
+
+
+def _check(tokens: Array, lengths: Array, reasons: Array | None) -> None:
+    """Raise UsageError unless there is a length, and a reason or none, for every sequence."""
+    batch, sequences, longest = tokens.shape
+    if sequences < 1 or lengths.shape != (batch, sequences):
+        raise problem(
+            "SEQUENCE_LENGTH", "has the wrong shape", expected=str([batch, max(sequences, 1)]),
+            found=list(lengths.shape),
+        )  # fmt: skip
+    if reasons is not None and reasons.shape != lengths.shape:
+        raise problem(
+            "FINISH_REASON", "has the wrong shape", expected=str(list(lengths.shape)),
+            found=list(reasons.shape),
+        )  # fmt: skip
+    if lengths.min() < 0 or lengths.max() > longest:
+        raise problem("SEQUENCE_LENGTH", "is out of range", expected=f"0 to {longest}")
+    real = np.arange(longest) < lengths[..., np.newaxis]
+    if tokens[real].size and tokens[real].min() < 0:
+        raise problem("TOKENS_BATCH", "holds an id that is out of range", expected=">= 0")
