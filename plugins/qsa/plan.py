@@ -146,7 +146,9 @@ def merge_splits(
 ) -> KernelSpec:
     """Gated sum of up to `most_splits` partial outputs. Grid names: rows."""
     splits = _power(most_splits, 2)
-    part = g.width if splits <= 16 else max(16, g.width // 4)
+    # The more splits, the fewer channels per program: its loads are all in flight at once.
+    parts = 1 if splits <= 4 else 2 if splits <= 8 else 4
+    part = max(16, g.width // parts)
     return KernelSpec(
         name="qsa_merge",
         function=attention.merge_splits,
@@ -166,7 +168,7 @@ def merge_splits(
             "OVERLAP": overlap,
         },
         grid=lambda v: (v["rows"], g.heads * (g.width // part)),
-        warps=4,
+        warps=2 if splits <= 4 else 1 if splits <= 16 else 4,
     )
 
 

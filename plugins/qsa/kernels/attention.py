@@ -31,12 +31,16 @@ def _tokens(block, column, kept, visible, position, last_column, RATIO: tl.const
 
 
 @triton.jit
-def _weigh(score, used, maximum, normalizer):
-    """One online-softmax step over scores [HEADS, TOKENS] in powers of two."""
-    score = tl.where(used[None, :], score, LOWEST)
+def weigh(score, used, maximum, normalizer):
+    """One online-softmax step over scores [LINES, TOKENS] in powers of two.
+
+    used: which of them count, [LINES, TOKENS] or [1, TOKENS]. Returns the probabilities, the factor
+    on earlier sums, the new maximum and the new normalizer.
+    """
+    score = tl.where(used, score, LOWEST)
     highest = tl.maximum(maximum, tl.max(score, axis=1))
     decay = tl.exp2(maximum - highest)
-    weight = tl.where(used[None, :], tl.exp2(score - highest[:, None]), 0.0)
+    weight = tl.where(used, tl.exp2(score - highest[:, None]), 0.0)
     return weight, decay, highest, normalizer * decay + tl.sum(weight, axis=1)
 
 
@@ -84,7 +88,9 @@ def _walk(
         low_key = tl.load(keys + at + half[None, :]).to(DOT)
         high_key = tl.load(keys + at + D // 2 + half[None, :]).to(DOT)
         score = tl.dot(low_query, tl.trans(low_key)) + tl.dot(high_query, tl.trans(high_key))
-        weight, decay, maximum, normalizer = _weigh(score * scale, used, maximum, normalizer)
+        weight, decay, maximum, normalizer = weigh(
+            score * scale, used[None, :], maximum, normalizer
+        )
         value = tl.load(values + at + dims[None, :]).to(DOT)
         total = tl.dot(weight.to(DOT), value, acc=total * decay[:, None])
     return total, maximum, normalizer
@@ -160,7 +166,9 @@ def _walk_fp8(
         at = token[:, None] * (D // 2) + pairs[None, :]
         even_key, odd_key = _halves(tl.trans(tl.load(key_pairs + at)), DOT)
         score = tl.dot(even_query, even_key) + tl.dot(odd_query, odd_key)
-        weight, decay, maximum, normalizer = _weigh(score * scale, used, maximum, normalizer)
+        weight, decay, maximum, normalizer = weigh(
+            score * scale, used[None, :], maximum, normalizer
+        )
         even_value, odd_value = _halves(tl.load(value_pairs + at), DOT)
         weight = weight.to(DOT)
         even_total = tl.dot(weight, even_value, acc=even_total * decay[:, None])
@@ -427,8 +435,8 @@ def attend_once(
     value = tl.load(v_cache + at_token, mask=used[:, None], other=0.0).to(DOT)
     score = tl.dot(query, tl.trans(key))
     lowest = tl.full((HEADS,), LOWEST, tl.float32)
-    weight, _, maximum, normalizer = _weigh(
-        score * (SCALE * LOG2_E), used, lowest, tl.zeros((HEADS,), tl.float32)
+    weight, _, maximum, normalizer = weigh(
+        score * (SCALE * LOG2_E), used[None, :], lowest, tl.zeros((HEADS,), tl.float32)
     )
     total = tl.dot(weight.to(DOT), value)
     safe = tl.where(normalizer > 0, normalizer, 1.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plugins.qsa.kernels.attention import LOG2_E, LOWEST
+from plugins.qsa.kernels.attention import LOG2_E, LOWEST, weigh
 from plugins.qsa.kernels.dense import first_sparse
 
 
@@ -104,11 +104,7 @@ def _listed(entry, alone_first, alone_second, RUN: tl.constexpr):
 @triton.jit
 def _fold(score, used, weight_type: tl.constexpr, value, total, maximum, normalizer):
     """One online-softmax step: score [M, N] (base 2), used [M, N], value [N, D]."""
-    score = tl.where(used, score, LOWEST)
-    highest = tl.maximum(maximum, tl.max(score, axis=1))
-    decay = tl.exp2(maximum - highest)
-    weight = tl.where(used, tl.exp2(score - highest[:, None]), 0.0)
-    normalizer = normalizer * decay + tl.sum(weight, axis=1)
+    weight, decay, highest, normalizer = weigh(score, used, maximum, normalizer)
     total = tl.dot(weight.to(weight_type), value, acc=total * decay[:, None])
     return total, highest, normalizer
 
