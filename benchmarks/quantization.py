@@ -39,15 +39,14 @@ def ours(weight: torch.Tensor) -> None:
     nvfp4.quantize(weight, nvfp4.global_scale(largest_magnitude(weight)))
 
 
-def in_workers(weight: torch.Tensor, workers: int) -> None:
-    """As conversion does it: matrices side by side, one thread each."""
+def in_workers(weight: torch.Tensor, workers: int, pool: ThreadPoolExecutor) -> None:
+    """As conversion does it: matrices side by side, one thread each, the same ones all the time."""
 
     def work(part: torch.Tensor) -> None:
         torch.set_num_threads(1)
         ours(part)
 
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, weight.chunk(workers)))
+    list(pool.map(work, weight.chunk(workers)))
 
 
 def measure_speed(rounds: int) -> None:
@@ -62,9 +61,10 @@ def measure_speed(rounds: int) -> None:
         weight = (torch.randn(_ROWS, _COLUMNS) * 0.02).to(dtype)
         for threads in (1, 2):
             torch.set_num_threads(threads)
+            pool = ThreadPoolExecutor(threads)
             competitors: list[Callable[[], object]] = [
                 lambda w=weight: NVFP4QTensor.quantize(w, nvfp4.BLOCK),
-                lambda w=weight, t=threads: in_workers(w, t),
+                lambda w=weight, t=threads, p=pool: in_workers(w, t, p),
             ]
             times: list[list[tuple[float, float]]] = [[], []]
             for _ in range(rounds):
