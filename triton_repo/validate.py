@@ -49,6 +49,16 @@ def validate_repository(repo_dir: Path) -> RepositorySummary:
 
     Raises InputError that lists everything that is wrong, one line each.
     """
+    if not any((repo_dir / name).is_dir() for name in MODELS):
+        # One thing is wrong, not one per model.
+        exists = repo_dir.is_dir()
+        raise InputError(
+            "there is no model repository",
+            where=str(repo_dir),
+            expected=f"a directory with the models {', '.join(MODELS)}",
+            found="a directory without any of them" if exists else "no such directory",
+            fix="write one with `build-engine repo`",
+        )
     problems: list[str] = []
     configs = {}
     for name in MODELS:

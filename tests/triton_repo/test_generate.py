@@ -225,3 +225,10 @@ def test_a_tokenizer_with_more_ids_than_the_model(
     config_path.write_text(json.dumps(written))
     with pytest.raises(InputError, match="more ids"):
         write_repository(tmp_path / "engine", tmp_path / "r", tokenizer=character_tokenizer)
+
+
+def test_what_is_no_repository_is_one_problem(tmp_path: Path) -> None:
+    for path, found in ((tmp_path, "a directory without any of them"), (tmp_path / "x", "no such")):
+        with pytest.raises(InputError, match="there is no model repository") as caught:
+            validate_repository(path)
+        assert (caught.value.found or "").startswith(found)
