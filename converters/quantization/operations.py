@@ -122,7 +122,8 @@ def task_memory(recipe: Recipe) -> int:
     read = max(strip, min(others, CHUNK_BYTES // 16)) * width
     matrix = rows * columns * width
     kept = matrix if recipe.operation != "fp8_block" and matrix <= CHUNK_BYTES else 0
-    return read + kept + strip * _BYTES_PER_VALUE[recipe.operation]
+    buffers = nvfp4.BUFFER_BYTES if recipe.operation == "nvfp4" else 0
+    return read + kept + buffers + strip * _BYTES_PER_VALUE[recipe.operation]
 
 
 def _strip_rows(columns: int) -> int:
