@@ -30,6 +30,8 @@ TILES = Tiles(16, 4, 1)
 PLANS = {
     "whole": DecodePlan(TILES, 1),
     "split": DecodePlan(TILES, 2),
+    # More splits than tiles: most are empty, and a program of the sum takes half of the channels.
+    "many": DecodePlan(TILES, 8),
     "once": DecodePlan(TILES, plan.once_splits(G, 16), once=True),
 }
 
@@ -730,9 +732,9 @@ def test_random_layers_with_reused_slots(seed: int, monkeypatch: pytest.MonkeyPa
         scores, maxima = kernel.score(g, made.index_query, caches[2], past, new)
         blocks = kernel.select(g, scores, maxima, past, new)
         call = (g, made.query, *caches[:2], blocks, past, new, gate)
-        plans = [*PLANS.values()][:2]
-        plans.append(replace(PLANS["once"], splits=plan.once_splits(g, TILES.columns)))
-        decoded = kernel.attend_decode(*call, draw.choice(plans))
+        once = replace(PLANS["once"], splits=plan.once_splits(g, TILES.columns))
+        how_decoded = draw.choice([PLANS["whole"], PLANS["split"], once])
+        decoded = kernel.attend_decode(*call, how_decoded)
         how = PrefillPlan(draw.choice([2, 4]), TILES, TILES, TILES, lines=16)
         prefilled = kernel.attend_prefill(*call, how)
         for slot, length in enumerate(lengths):
