@@ -23,6 +23,15 @@ def command(
     dtype: options.DtypeOption = None,
     quantize: options.QuantizeOption = None,
     only: options.OnlyOption = None,
+    kv_cache: Annotated[
+        options.KvCache | None,
+        typer.Option(
+            "--kv-cache",
+            help="fp8: caches of keys and values are FP8 (qwen4_exp with full TensorRT); none: "
+            "they are not; default: as the checkpoint has it where the engines can have FP8 "
+            "caches, otherwise none.",
+        ),
+    ] = None,
     workers: options.Workers = None,
     max_batch_size: options.MaxBatchSize = 8,
     max_seq_len: options.MaxSeqLen = None,
@@ -69,6 +78,7 @@ def command(
                 dtype=dtype.value if dtype else None,
                 quantize=quantize.value if quantize else None,
                 only=options.scope(only, quantize),
+                kv_cache=kv_cache.value if kv_cache else None,
                 workers=workers,
             ),
             request,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ class Conversion:
     dtype: str | None = None
     quantize: str | None = None
     only: str = "experts"
-    # Not every flavour has FP8 caches; who wants them converts and builds step by step.
-    kv_cache: str = "none"
+    kv_cache: str | None = None
     workers: int | None = None
 
 
@@ -66,16 +65,19 @@ def run(
 ) -> Result:
     """Run the chain. Raises what the steps raise; what earlier steps finished stays.
 
-    Output directories and the tokenizer are checked first: neither may be found wanting after
-    hours of work.
+    Output directories, the tokenizer and the build are checked first: nothing of them may be found
+    wanting after hours of work.
     """
     for name in (CHECKPOINT, ENGINE, REPOSITORY):
         refuse_existing(out_dir / name, f"{name} directory")
     load_tokenizer(tokenizer or hf_dir)
     output.say(f"1/4 convert {hf_dir} -> {out_dir / CHECKPOINT}")
+    if options.kv_cache is None and not engines.takes_fp8_caches(request):
+        options = replace(options, kv_cache="none")
     plan = plan_conversion(hf_dir, out_dir / CHECKPOINT, **asdict(options))
     for line in plan.lines():
         output.say(line)
+    engines.check(plan.config, request)
     conversion = execute(plan, out_dir / CHECKPOINT)
     output.say(f"2/4 build -> {out_dir / ENGINE}")
     built = engines.build(out_dir / CHECKPOINT, out_dir / ENGINE, request)

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from build_scripts import output
+from converters.checkpoint.config import CheckpointConfig
 from converters.definition import TOKEN_BLOCK, Definition, EngineLimits
 from converters.quantization import kv_cache
 from converters.registry import family_of, read_checkpoint_config
-from plugins.attention import Choice
+from plugins.attention import Allowlist, Choice
 from plugins.support.atomic import atomic_directory, link_or_copy, refuse_existing
 from plugins.support.errors import CapabilityError, UsageError
 from plugins.support.progress import progress
-from plugins.trt.backend import load_backend
+from plugins.trt.backend import Backend, load_backend
 from plugins.trt.builder import Plan, build_serialized, fingerprint
 from plugins.trt.capability import Capability, supports
 from plugins.trt.network import Network
@@ -135,6 +136,46 @@ def effective_limits(request: Request, max_position_embeddings: int) -> Limits:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """A request that fits the model and the machine; made before anything is converted or built."""
+
+    limits: Limits
+    backend: Backend
+    capability: Capability
+    phases: tuple[contract.Phase, ...]
+    attention: Allowlist
+    choice: Choice
+
+
+def check(config: CheckpointConfig, request: Request) -> Checked:
+    """Everything about a build that needs no weights.
+
+    Raises UsageError for limits, CapabilityError where the machine cannot build such a model.
+    """
+    family = family_of(config)
+    limits = effective_limits(request, config.max_position_embeddings)
+    backend = load_backend(request.flavor)
+    phases = family.phases(config, limits.max_draft_len)
+    attention = family.attention(config)
+    choice = Choice("tensorrt", "cuda", backend.flavor)
+    attention.require(phases, choice)
+    capability = backend.capability(request.targets, (config.dtype, "float32"))
+    obstacle = _fp8_caches_obstacle(capability)
+    if config.quantization.kv_cache_quant_algo is not None and obstacle is not None:
+        raise kv_cache.refusal(obstacle)
+    return Checked(limits, backend, capability, phases, attention, choice)
+
+
+def takes_fp8_caches(request: Request) -> bool:
+    """Whether engines of the flavor and targets can have FP8 caches of keys and values.
+
+    Raises CapabilityError and UsageError for a flavor and targets that cannot be built at all.
+    """
+    capability = load_backend(request.flavor).capability(request.targets)
+    return _fp8_caches_obstacle(capability) is None
+
+
+@dataclass(frozen=True)
 class Result:
     """What `build` made."""
 
@@ -186,29 +227,21 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     """
     refuse_existing(engine_dir, "engine directory")
     config = read_checkpoint_config(ckpt_dir)
-    family = family_of(config)
-    limits = effective_limits(request, config.max_position_embeddings)
-    backend = load_backend(request.flavor)
-    phases = family.phases(config, limits.max_draft_len)
-    attention = family.attention(config)
-    choice = Choice("tensorrt", "cuda", backend.flavor)
-    attention.require(phases, choice)
-    capability = backend.capability(request.targets, (config.dtype, "float32"))
-    if config.quantization.kv_cache_quant_algo is not None:
-        _require_fp8_caches(capability)
+    family, checked = family_of(config), check(config, request)
+    limits, backend, capability = checked.limits, checked.backend, checked.capability
     weights = ckpt_dir / contract.weights_file()
     source, identity = SafetensorsSource(weights), weights_identity(weights)
     output.say(
         f"{backend.flavor} {backend.version} for compute capability "
         f"{', '.join(capability.targets) or 'of this machine'}; weights {request.weights}"
     )
-    for line in attention.notices(phases, choice):
+    for line in checked.attention.notices(checked.phases, checked.choice):
         output.say(line)
     shown = {k: v for k, v in asdict(limits).items() if v is not None}
     output.say("limits: " + ", ".join(f"{k} {v}" for k, v in shown.items()))
 
     defined: dict[contract.Phase, tuple[Network, Definition]] = {}
-    for phase in phases:
+    for phase in checked.phases:
         net = Network(backend, capability, source, WeightPolicy(request.weights))
         defined[phase] = net, family.define(net, config, phase, limits.engine_limits())
     # The generation engine works on the same slots as the context engine, a draft engine on more.
@@ -237,7 +270,7 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
                 "flavor": backend.flavor,
                 "tensorrt_version": backend.version,
                 "targets": capability.targets,
-                "attention": attention.of_flavor(backend.flavor),
+                "attention": checked.attention.of_flavor(backend.flavor),
                 "plugins": _plugins(operations),
                 "engines": entries,
                 "weights": {
@@ -257,15 +290,16 @@ def build(ckpt_dir: Path, engine_dir: Path, request: Request) -> Result:
     return Result(engine_dir, engine_config, limits, plans)
 
 
-def _require_fp8_caches(capability: Capability) -> None:
+def _fp8_caches_obstacle(capability: Capability) -> str | None:
     if not capability.has_plugins:
-        raise kv_cache.refusal(
+        return (
             "TensorRT updates a cache in place only in float32, float16 and bfloat16, and "
             f"{capability.flavor} has no plugin layers that would"
         )
     for target in capability.targets:
         if not supports(target, "float8_e4m3fn"):
-            raise kv_cache.refusal(f"compute capability {target} has no float8_e4m3fn")
+            return f"compute capability {target} has no float8_e4m3fn"
+    return None
 
 
 def _plugins(names: list[str]) -> tuple[contract.PluginEntry, ...]:

@@ -24,6 +24,8 @@ MIXED = "MIXED_PRECISION"
 _ALIASES = {"FP8_PB_WO": "FP8_BLOCK_SCALES", "W4A16_NVFP4": "NVFP4"}
 _TABLE_TYPES = {"float8_e4m3fn": "FP8", "nvfp4": "NVFP4"}
 _KNOWN = ("NVFP4", "FP8", "FP8_BLOCK_SCALES", MIXED)
+_CORRECT = "correct the configuration; the tensors decide, it only has to agree with them"
+_USE_ANOTHER = "use a checkpoint in BF16, FP8 or NVFP4"
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,16 @@ def compare(
         ]
         notes += _disagreements(claim, modules, canonical)
     notes += _unequal_files(claims, canonical)
-    stored = {module.stored for module in modules if module.stored}
-    if stored and not any(claim.whole or claim.modules or claim.table for claim in claims):
-        notes.append(f"quantised as {', '.join(sorted(stored))}, declared nowhere")
-    return notes
+    return notes + _undeclared(claims, modules)
+
+
+def _undeclared(claims: Sequence[Claims], modules: Sequence[Module]) -> list[str]:
+    """What is quantised although no declaration speaks of it; the table may have one of its own."""
+    if any(claim.whole or claim.modules for claim in claims):
+        return []
+    table = any(claim.table for claim in claims)
+    stored = {m.stored for m in modules if m.stored and not (m.is_table and table)}
+    return [f"quantised as {', '.join(sorted(stored))}, declared nowhere"] if stored else []
 
 
 def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> None:
@@ -161,6 +169,7 @@ def _check_model(claim: Claims, modules: Sequence[Module]) -> None:
             where=claim.where,
             expected=claim.whole.algorithm,
             found="no codes and scales",
+            fix="take quantization_config away, or the weights that it belongs to",
         )
     if claim.whole.algorithm == MIXED:
         return
@@ -234,7 +243,11 @@ def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str
         blocks = block.get("weight_block_size")
         if blocks not in (None, [128, 128]):
             raise InputError(
-                "unsupported FP8 block size", where=where, expected="[128, 128]", found=str(blocks)
+                "unsupported FP8 block size",
+                where=where,
+                expected="[128, 128]",
+                found=str(blocks),
+                fix=_USE_ANOTHER,
             )
         return Claims(
             where,
@@ -258,6 +271,7 @@ def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str
         where=where,
         expected="fp8, modelopt or compressed-tensors",
         found=str(method),
+        fix=_USE_ANOTHER,
     )
 
 
@@ -294,6 +308,7 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
                 where=place,
                 expected=" or ".join(str(known) for known in _COMPRESSED),
                 found=str(key),
+                fix=_USE_ANOTHER,
             )
         size = weights.get("group_size") if algorithm == "NVFP4" else None
         found.add(Declared(algorithm, _group_size(size, f"{place}.weights")))
@@ -334,13 +349,20 @@ def _declared(entry: Mapping[str, Any], where: str) -> Declared:
             where=where,
             expected=", ".join([*_KNOWN, *_ALIASES]),
             found=str(value),
+            fix=_USE_ANOTHER,
         )
     return Declared(name, _group_size(entry.get("group_size"), where))
 
 
 def _group_size(value: Any, where: str) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
-        raise InputError("not a number of columns", where=f"{where}.group_size", found=repr(value))
+        raise InputError(
+            "not a number of columns",
+            where=f"{where}.group_size",
+            expected="a whole number of at least 1",
+            found=repr(value),
+            fix=_CORRECT,
+        )
     return value
 
 
@@ -351,20 +373,33 @@ def _table(value: Any, where: str) -> str:
             where=where,
             expected=", ".join(_TABLE_TYPES),
             found=str(value),
+            fix="correct it, or take the key away: the table's tensors decide",
         )
     return _TABLE_TYPES[value]
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise InputError("not an object", where=where, found=repr(value))
+        raise InputError(
+            "not an object",
+            where=where,
+            expected="keys and values",
+            found=repr(value),
+            fix=_CORRECT,
+        )
     return value
 
 
 def _names(block: Mapping[str, Any], key: str, where: str) -> list[str]:
     value = block.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise InputError("not a list of names", where=f"{where}.{key}", found=repr(value))
+        raise InputError(
+            "not a list of names",
+            where=f"{where}.{key}",
+            expected="a list of strings",
+            found=repr(value),
+            fix=_CORRECT,
+        )
     for pattern in value:
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
@@ -373,6 +408,7 @@ def _names(block: Mapping[str, Any], key: str, where: str) -> list[str]:
                 "a pattern is no regular expression",
                 where=f"{where}.{key}",
                 found=f"{pattern!r}: {error}",
+                fix=_CORRECT,
             ) from error
     return value
 

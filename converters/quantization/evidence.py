@@ -99,6 +99,7 @@ def detect(names: Names, part: Part) -> Format | None:
                 where=where,
                 expected="no scales, or a quantised weight",
                 found=f"{weight.dtype.name} with {', '.join(scales)}",
+                fix="take the scales away if the weight is right, or use another copy of it",
             )
         return None
     if weight.dtype.name == "uint8":

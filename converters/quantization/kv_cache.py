@@ -73,7 +73,7 @@ def refusal(why: str) -> CapabilityError:
         expected="null",
         found=ALGORITHM,
         fix="build qwen4_exp with full TensorRT (--flavor tensorrt), whose plugin layers write FP8 "
-        "caches, or convert again with --kv-cache none: caches are then in the computing type, "
+        "caches, or convert with --kv-cache none: caches are then in the computing type, "
         "which is more exact and twice as large",
     )
 
@@ -131,12 +131,15 @@ def plan_caches(
             "this family's caches cannot be FP8: no kernel of its attention reads them",
             where="--kv-cache fp8",
             expected="qwen4_exp, whose kernels read FP8 keys and values",
+            fix="leave --kv-cache out: caches are then in the computing type",
         )
     if request == "none" or not layers:
         for name in stray:
             own.use_name(name)
         there = bool(stray) or declared is not None
-        reason = "as asked for" if request == "none" else "this family's caches cannot be FP8"
+        reason = "these are to be in the computing type"
+        if request is None:
+            reason = "this family's caches cannot be FP8"
         note = f"the scales and declarations of a quantised cache are left out, {reason}"
         return CachePlan(None, notes=(note,) if there else ())
     if request is None and declared is None and not stray:

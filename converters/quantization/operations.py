@@ -85,6 +85,7 @@ def take_reciprocal(task: Task, file: OutputFile, advance: Advance, counts: Coun
             "a reciprocal scale is zero, negative or not finite",
             where=f"{segment.entry.file}: {segment.entry.name}",
             expected="finite numbers above zero",
+            fix="the checkpoint was quantised wrongly; a default of 1 would give wrong text",
         )
     file.write(task.recipe.outputs[0].name, task.start, 1.0 / values)
     advance(segment.nbytes)

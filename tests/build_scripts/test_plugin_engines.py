@@ -94,6 +94,29 @@ def _built(command: Command, hf_dir: Path, *options: str, build: Sequence[str] =
     return engine
 
 
+def test_all_keeps_fp8_caches_where_engines_have_them(
+    command: Command, gpu: list[str], tmp_path: Path
+) -> None:
+    """By default as the checkpoint has it on a GPU that can, in the computing type elsewhere."""
+    source = _source(tmp_path, **PERIOD)
+
+    def caches(out: str, *options: str) -> set[str]:
+        limits = ("--max-batch-size", 1, "--max-seq-len", 128, "--tokenizer", "bytes")
+        done = command("all", source, tmp_path / out, "--dtype", "float32", *limits, *options)
+        assert done.code == 0, done.err
+        inputs = read_config(tmp_path / out / "engine").engines["context"].of_kind("cache")
+        return {t.dtype for t in inputs if t.name.startswith(("key_cache", "value_cache"))}
+
+    assert caches("default") == {"float8_e4m3fn"}
+    assert caches("none", "--kv-cache", "none") == {"float32"}
+    gpu[0] = "8.0"
+    assert caches("ampere") == {"float32"}
+    refused = command("all", source, tmp_path / "no", "--tokenizer", "bytes", "--kv-cache", "fp8")
+    assert refused.code == EXIT_MISSING_CAPABILITY
+    assert "compute capability 8.0 has no float8_e4m3fn" in refused.err
+    assert not (tmp_path / "no" / "checkpoint").exists()
+
+
 @pytest.mark.parametrize("kv_cache", ["none", "fp8"])
 def test_from_checkpoint_to_answer(
     kv_cache: str, command: Command, gpu: list[str], tmp_path: Path

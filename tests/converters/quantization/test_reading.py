@@ -213,6 +213,15 @@ def test_a_declaration_that_names_nothing(tmp_path: Path):
     assert any("declared nowhere" in line for line in report.lines())
 
 
+def test_a_declaration_of_the_table_says_nothing_of_the_rest(tmp_path: Path):
+    checkpoint = fixture.radixark()
+    del checkpoint.config["quantization_config"]
+    report, _ = run(checkpoint, tmp_path)
+    assert [line for line in report.lines() if line.startswith("note")] == [
+        "note: quantised as NVFP4, declared nowhere"
+    ]
+
+
 def test_separate_and_inline_declaration_contradict(tmp_path: Path):
     """Whichever of two declarations the tensors contradict is named."""
     source = fixture.radixark().write(tmp_path / "hf")
@@ -337,6 +346,8 @@ def test_broken_checkpoints_are_refused(name: str, change: Change, message: str,
     with pytest.raises(InputError) as caught:
         run(checkpoint, tmp_path)
     assert message in str(caught.value)
+    # Where, and what to do; what was expected or found.
+    assert {"where", "fix"} < caught.value.details().keys()
     assert not (tmp_path / "ckpt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
