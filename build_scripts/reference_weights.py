@@ -77,6 +77,8 @@ def open_reference(
             where=str(hf_dir),
             expected=f"digest {checkpoint.source.digest[:16]}",
             found=f"digest {found.digest[:16]}",
+            fix="--against the directory that was converted; for another one, such as an export of "
+            "it, convert and build again",
         )
     output.say("the weights are quantised: the reference computes with their decoded values")
     with TemporaryDirectory(prefix="build-engine-verify-") as directory:

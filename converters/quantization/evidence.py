@@ -58,7 +58,8 @@ class Names:
             entry = self.find(name)
             if entry is not None:
                 return name, entry
-        return candidates[0], None
+        # Missing: named as its neighbours are.
+        return candidates[self.find(module) is not None], None
 
 
 @dataclass(frozen=True)

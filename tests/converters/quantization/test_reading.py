@@ -93,6 +93,15 @@ def test_stacked_and_single_experts_give_the_same_bytes(tmp_path: Path):
     assert (single / WEIGHTS_FILE).read_bytes() == (stacked / WEIGHTS_FILE).read_bytes()
 
 
+def test_a_missing_scale_of_stacked_experts_is_named_as_the_others_are(tmp_path: Path):
+    checkpoint = fixture.stacked_nvfp4()
+    name = f"{BASE}layers.2.mlp.experts.gate_up_proj_weight_scale_2"
+    del checkpoint.tensors[name]
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path)
+    assert f"missing: {name.removeprefix(BASE)}\n" in str(caught.value)
+
+
 def test_one_scale_per_stacked_expert_counts_for_gate_and_up(tmp_path: Path):
     checkpoint = fixture.stacked_nvfp4()
     name = f"{BASE}layers.0.mlp.experts.gate_up_proj_weight_scale_2"
