@@ -13,6 +13,7 @@ from typing import Any
 
 from build_scripts import output
 from plugins.support.errors import InputError
+from plugins.support.units import size
 from runtime import contract
 from runtime.identity import StoredTensor, read_header
 
@@ -109,7 +110,7 @@ def _tensor_table(tensors: Mapping[str, StoredTensor]) -> Table:
         key = (_pattern(name), tensor.dtype, tensor.shape)
         groups.setdefault(key, []).append(tensor.end - tensor.begin)
     rows = [
-        (pattern, dtype, " x ".join(map(str, shape)), len(sizes), output.size(sum(sizes)))
+        (pattern, dtype, " x ".join(map(str, shape)), len(sizes), size(sum(sizes)))
         for (pattern, dtype, shape), sizes in sorted(groups.items())
     ]
     return Table("Tensors", ("name", "dtype", "shape", "count", "bytes"), rows)
@@ -191,7 +192,7 @@ def _engine(path: Path) -> Description:
         "tokenizer": _tokenizer(path / contract.TOKENIZER_DIR),
     }
     engines = [
-        (phase, entry.file, output.size(entry.file_bytes), entry.fingerprint[:12])
+        (phase, entry.file, size(entry.file_bytes), entry.fingerprint[:12])
         for phase, entry in config.engines.items()
     ]
     inputs = [

@@ -23,6 +23,7 @@ from plugins.attention import Allowlist, Choice
 from plugins.support.atomic import atomic_directory, link_or_copy, refuse_existing
 from plugins.support.errors import CapabilityError, UsageError
 from plugins.support.progress import progress
+from plugins.support.units import size
 from plugins.trt.backend import Backend, load_backend
 from plugins.trt.builder import Plan, build_serialized, fingerprint
 from plugins.trt.capability import Capability, supports
@@ -402,18 +403,18 @@ def _announce_memory(
     """Say what building and serving will take; refuse a build that cannot fit this machine."""
     embedded = max(sum(c.array.nbytes for c in net.constants.values()) for net in networks)
     output.say(
-        f"to serve: weights {output.size(identity.bytes)}, caches and states "
-        f"{output.size(cache_plan.total_bytes)} "
-        f"({output.size(cache_plan.bytes_per_sequence)} per sequence; "
+        f"to serve: weights {size(identity.bytes)}, caches and states "
+        f"{size(cache_plan.total_bytes)} "
+        f"({size(cache_plan.bytes_per_sequence)} per sequence; "
         "--max-batch-size and --max-seq-len lower it)"
     )
     needed, free = embedded + BUILDER_BYTES, _free_memory()
-    output.say(f"to build: about {output.size(needed)} of memory, {output.size(free)} free")
+    output.say(f"to build: about {size(needed)} of memory, {size(free)} free")
     if needed > free:
         raise CapabilityError(
             "this machine has too little free memory for the build",
-            expected=f"about {output.size(needed)}, of which {output.size(embedded)} are weights",
-            found=f"{output.size(free)} free",
+            expected=f"about {size(needed)}, of which {size(embedded)} are weights",
+            found=f"{size(free)} free",
             fix="--weights inputs keeps the weights out of the engines",
         )
 

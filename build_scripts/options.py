@@ -185,6 +185,7 @@ def scope(only: Only | None, quantize: Quantize | None) -> str:
         raise UsageError(
             "--only says what --quantize applies to, and there is no --quantize",
             found=f"--only {only.value}",
+            fix="add --quantize nvfp4, fp8 or fp8-block, or leave --only out",
         )
     return (only or Only.experts).value
 

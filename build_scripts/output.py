@@ -64,13 +64,3 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     # A pipe has no width; tables for a log must not be folded at 80 columns.
     console.width = console.width if console.is_terminal else 140
     console.print(grid)
-
-
-def size(nbytes: int) -> str:
-    """`nbytes` for people: "1.4 MB"."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

@@ -32,6 +32,7 @@ def family_for(model_type: object, where: str) -> Family:
             where=f"{where}: model_type",
             expected=", ".join(sorted(FAMILIES)),
             found=str(model_type),
+            fix="`build-engine inspect DIR` tells what a directory is",
         )
     return family
 

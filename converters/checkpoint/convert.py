@@ -45,6 +45,7 @@ from converters.registry import family_for, model_type_of
 from plugins.support.atomic import refuse_existing
 from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import progress
+from plugins.support.units import size
 
 _COMPUTE: tuple[str, ...] = get_args(ComputeDType)
 
@@ -107,8 +108,8 @@ class ConversionPlan:
         used = sum(len(recipe.sources) for recipe in self.recipes)
         kinds = sorted({output.dtype.name for output in self.outputs})
         result = [
-            f"{self.config.architecture}: {used} tensors ({self.bytes_read / 1e9:.2f} GB) -> "
-            f"{len(self.outputs)} tensors ({self.bytes_written / 1e9:.2f} GB), {', '.join(kinds)}",
+            f"{self.config.architecture}: {used} tensors ({size(self.bytes_read)}) -> "
+            f"{len(self.outputs)} tensors ({size(self.bytes_written)}), {', '.join(kinds)}",
             f"memory: at most {self.peak_bytes / 1e6:.0f} MB beyond the program itself, "
             f"{self.workers} workers",
         ]
@@ -227,6 +228,7 @@ def plan_conversion(
             "nothing takes the scales of the calibration result",
             expected="--quantize nvfp4, --quantize fp8 or --kv-cache fp8",
             found=f"--quantize {quantize}" if quantize else "neither",
+            fix="leave --calibration out, or ask for something that takes its scales",
         )
     if hf_dir.resolve() == ckpt_dir.resolve():
         raise UsageError("input and output are the same directory", where=str(ckpt_dir))

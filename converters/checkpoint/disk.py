@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from plugins.support.errors import InputError
+from plugins.support.units import size
 
 _CONFIG_RESERVE = 1024 * 1024
 
@@ -27,7 +28,7 @@ def require_space(target: Path, work: Path, nbytes: int) -> None:
         raise InputError(
             "not enough disk space for the result",
             where=str(parent),
-            expected=f"{needed / 1e9:.2f} GB",
-            found=f"{free / 1e9:.2f} GB free",
+            expected=size(needed),
+            found=f"{size(free)} free",
             fix="free space or choose another place; nothing was written",
         )

@@ -44,6 +44,7 @@ from converters.registry import layout_of, read_checkpoint_config
 from plugins.support.atomic import refuse_existing
 from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import progress
+from plugins.support.units import size
 
 _FILE_BYTES = 5 * 10**9
 _WEIGHT_ONLY = {"NVFP4": "W4A16_NVFP4", "FP8": WEIGHT_ONLY_FP8}
@@ -128,7 +129,7 @@ class ExportPlan:
         """What will happen, for people."""
         count = sum(len(group) for group in self.groups) + len(self.layout.constants)
         return [
-            f"{count} tensors ({self.bytes_written / 1e9:.2f} GB) in {len(self.groups)} files, "
+            f"{count} tensors ({size(self.bytes_written)}) in {len(self.groups)} files, "
             f"quantisation: {self.algorithm or 'none'}",
             f"memory: at most {self.peak_bytes / 1e6:.0f} MB beyond the program itself, "
             f"{self.workers} workers",

@@ -14,6 +14,7 @@ from typing import IO
 
 from plugins.support.atomic import refuse_existing
 from plugins.support.errors import InputError, ToolchainError, UsageError
+from plugins.support.units import size
 
 _JOURNAL = "journal"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -81,8 +82,7 @@ def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Par
             raise InputError(
                 f"the {what} is not finished: {os.strerror(error.errno)}",
                 where=str(path),
-                found=f"{shutil.disk_usage(work).free / 1e9:.2f} GB free; what is done is kept in "
-                f"{work}",
+                found=f"{size(shutil.disk_usage(work).free)} free; what is done is kept in {work}",
                 fix="free space and give the same command again, which continues there; "
                 "or remove that directory",
             ) from error

@@ -14,6 +14,7 @@ import pytest
 
 from converters.checkpoint.convert import convert, plan_conversion
 from converters.checkpoint.export_hf import export_hf, plan_export
+from plugins.support import units
 from plugins.support.errors import InputError
 from tests.converters.qwen38.conftest import Bend
 
@@ -58,7 +59,9 @@ def test_too_small_a_disk_is_told_before_the_first_byte(
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("wrote"))
     with pytest.raises(InputError, match="not enough disk space") as caught:
         write(tmp_path / "out")
-    assert caught.value.found == f"{size / 1e9:.2f} GB free"
+    assert caught.value.found == f"{units.size(size)} free"
+    # A megabyte more, for the configurations: told apart however small the disk is.
+    assert caught.value.expected == units.size(size + 1024 * 1024) != units.size(size)
     assert "nothing was written" in str(caught.value.fix)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     # Two megabytes more are enough for the tensors and all configurations.
