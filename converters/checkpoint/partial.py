@@ -57,7 +57,10 @@ def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Par
         lock = (work / _JOURNAL).open("a+")
     except OSError as error:
         raise InputError(
-            f"the {what} cannot be created", where=str(path), found=error.strerror or str(error)
+            f"the {what} cannot be created",
+            where=str(path),
+            found=error.strerror or str(error),
+            fix="choose a place that can be written to",
         ) from error
     with lock:
         try:
