@@ -14,10 +14,14 @@ BLOCK = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 _E4M3_SMALLEST = 2.0**-9
-# Values at a time: so many that threads seldom meet at the interpreter's lock, and the caches help.
-_STRIP = 256 * 1024
-# Of the buffers of a strip.
-BUFFER_BYTES = _STRIP * 18
+# Values at a time: so many that threads seldom meet at the interpreter's lock.
+_STRIP = 512 * 1024
+# Of the buffers of a strip and its blocks.
+BUFFER_BYTES = _STRIP * 9
+# Values by their bits: looking them up is seven times as fast as torch's conversion.
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+# Bits of float32: exponent, and the exponent of 1.0.
+_EXPONENT, _ONE = 0x7F80_0000, 0x3F80_0000
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -35,7 +39,7 @@ def quantize(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, t
     """Codes and block scales of finite values.
 
     Args:
-        values: [..., columns] in a floating type, columns a multiple of 16.
+        values: [..., columns] in float32, bfloat16 or float16, columns a multiple of 16.
         scale: the matrix' `global_scale`, float32 0-d.
 
     Returns:
@@ -80,11 +84,7 @@ class _Strip:
 
     def __init__(self, size: int) -> None:
         self._values = torch.empty(size)
-        self._rounded = torch.empty(size)
-        self._more = torch.empty(size)
-        self._middle = torch.empty(size)
-        self._codes = torch.empty(size, dtype=torch.uint8)
-        self._shifted = torch.empty(size // 2, dtype=torch.int16)
+        self._scratch = torch.empty(size)
 
     def run(
         self,
@@ -95,46 +95,50 @@ class _Strip:
         scales: torch.Tensor,
     ) -> None:
         count = piece.numel()
-        values, rounded, more = self._values[:count], self._rounded[:count], self._more[:count]
-        codes = self._codes[:count]
-        values.copy_(piece)
-        torch.abs(values, out=rounded)
-        # Magnitudes are ordered as their bits are, and integers are reduced three times as fast.
-        bits = rounded.view(torch.int32).view(-1, BLOCK).amax(dim=1)
-        block = bits.view(torch.float32).div_(divisor)
+        values, scratch = self._values[:count], self._scratch[:count]
+        block = _largest_of_blocks(piece, scratch).div_(divisor)
         # A block of zeros has scale 1; one far below the matrix' largest value becomes zeros.
         block.masked_fill_(block == 0, 1.0).clamp_(_E4M3_SMALLEST, E4M3_MAX)
         scales.copy_(block)
-        block.copy_(scales).mul_(scale)
-        values.view(-1, BLOCK).div_(block.unsqueeze(1))
-        _magnitude_codes(values, rounded, more, self._middle[:count])
-        # Minus zero is not below zero and gets code 0; a small negative value gets code 8.
-        torch.lt(values, 0, out=more)
-        codes.copy_(rounded.add_(more, alpha=8.0))
-        # Two codes as one little-endian integer: the odd one moves from bit 8 to bit 4.
-        pairs = codes.view(torch.int16)
-        shifted = self._shifted[: pairs.numel()]
-        torch.bitwise_right_shift(pairs, 4, out=shifted)
-        packed.copy_(shifted.bitwise_or_(pairs))
+        torch.index_select(_E4M3, 0, scales.view(torch.uint8).int(), out=block).mul_(scale)
+        source = piece if piece.dtype == torch.float32 else values.copy_(piece)
+        torch.div(source.view(-1, BLOCK), block.unsqueeze(1), out=values.view(-1, BLOCK))
+        _pack(values, scratch, packed)
 
 
-def _magnitude_codes(
-    scaled: torch.Tensor, codes: torch.Tensor, scratch: torch.Tensor, middle: torch.Tensor
-) -> None:
-    """Write the nearest magnitude's index (0..7) of each value into `codes`, as float32.
+def _largest_of_blocks(piece: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each block, float32.
 
-    The magnitudes go in halves up to 2, in ones up to 4, then to 6. Each stretch is rounded by
-    itself, half to even, which is half to the even index because every stretch begins at one.
+    Magnitudes are ordered as their bits are, and integers are reduced three times as fast.
     """
-    torch.abs(scaled, out=scratch)
-    torch.clamp(scratch, max=2.0, out=codes)
-    codes.mul_(2.0).round_()
-    scratch.sub_(2.0)
-    # From here on: what lies above 2, in ones; then what lies above 4, in twos.
-    torch.clamp(scratch, min=0.0, max=2.0, out=middle)
-    codes.add_(middle.round_())
-    torch.sub(scratch, 2.0, out=scratch)
-    codes.add_(scratch.clamp_(min=0.0, max=2.0).mul_(0.5).round_())
+    integer = torch.int32 if piece.element_size() == 4 else torch.int16
+    bits = scratch.view(integer)[: piece.numel()]
+    torch.bitwise_and(piece.view(integer), torch.iinfo(integer).max, out=bits)
+    return bits.view(-1, BLOCK).amax(dim=1).view(piece.dtype).float()
+
+
+def _pack(values: torch.Tensor, scratch: torch.Tensor, packed: torch.Tensor) -> None:
+    """Write the codes of the nearest magnitudes, half to even, into `packed`; changes `values`.
+
+    With p the largest of 1, 2 and 4 that is not above |v|, 1 below that, magnitudes are p/2 apart
+    and the index of |v| is n + 2 log2(p), n = |v| / (p/2) rounded. Added to 2^22 p, float32 rounds
+    |v| to multiples of p/2, half to even, and the sum's bits are: sign, 149 + log2(p), n.
+    """
+    # Minus zero becomes zero and gets code 0; a small negative value gets code 8.
+    values.add_(0.0).clamp_(-E2M1_MAX, E2M1_MAX)
+    power = scratch.view(torch.int32)
+    torch.bitwise_and(values.view(torch.int32), _EXPONENT, out=power)
+    power.clamp_(min=_ONE)
+    # One p more adds 2 to n, so that constants vanish below; the product is exact.
+    sums = values.add_(scratch.copysign_(values), alpha=2.0**22 + 1).view(torch.int32)
+    # Modulo 2^32 the upper four bits become 8 sign + 4 + 2 (149 + log2(p)) + n + 2, the code:
+    # 4 is what the exponent's upper three bits add in its own place.
+    sums.mul_(2**28 + 2**6 + 1).bitwise_right_shift_(24)
+    codes = scratch.view(torch.uint8)[: values.numel()].copy_(sums)
+    # Two codes as one little-endian integer, each in the upper half of its byte (0xF0F0): the
+    # even one moves from bit 4 to bit 8, below the odd one.
+    pairs = codes.view(torch.int16).bitwise_and_(-0x0F10).mul_(17)
+    packed.copy_(pairs.bitwise_right_shift_(8))
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

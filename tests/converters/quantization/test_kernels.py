@@ -67,6 +67,72 @@ def test_zeros_are_not_nan():
     assert not fp8.quantize(zeros, torch.tensor(1.0)).float().any()
 
 
+def _blocks_with_scale_one(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Blocks of 6 and 15 of the values each, so that the matrix' scale of 1 makes theirs 1."""
+    fill = -magnitudes.numel() % 15
+    rows = torch.cat([magnitudes, torch.zeros(fill)]).view(-1, 15)
+    return torch.cat([torch.full((len(rows), 1), 6.0), rows], dim=1)
+
+
+def _nearest(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Index of the nearest magnitude; of two that are as near, the even one. float64 -> int32."""
+    distance = (magnitudes.unsqueeze(-1) - torch.tensor(nvfp4.MAGNITUDES)).abs()
+    nearest = distance == distance.amin(dim=-1, keepdim=True)
+    indices = torch.arange(8)
+    preferred = torch.where(nearest, indices + 8 * (indices % 2), 99).amin(dim=-1)
+    return (preferred % 8).int()
+
+
+def test_nearest_magnitude_up_to_the_last_bit():
+    """Values around every tie, by one unit in the last place, and the ends of the range."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, *nvfp4.MAGNITUDES[1:-1]])
+    steps = torch.arange(-3, 4, dtype=torch.int32)
+    near = (ties.view(torch.int32).unsqueeze(1) + steps).view(torch.float32).flatten()
+    near = torch.cat([near, torch.tensor([0.0, 1e-45, 1e-38, 1e-8, 5.9999995])])
+    values = _blocks_with_scale_one(torch.cat([near, -near]))
+    packed, scales = nvfp4.quantize(values, torch.tensor(1.0))
+    assert bool((scales.float() == 1.0).all())
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).view(values.shape)
+
+    sign = 8 * (values < 0)
+    assert torch.equal(codes.int(), _nearest(values.double().abs()) + sign)
+    # Added to 1, values near 1/4 and 3/4 lose the bit that decides.
+    assert not torch.equal(codes.int(), _nearest(((values.abs() + 1) - 1).double()) + sign)
+
+
+def test_magnitudes_beyond_the_largest_and_signs_of_zero():
+    values = torch.tensor([[6.0, 6.4, 7.0, 9.0, 1e5, 3e38, -9.0, -1e30, -0.0, 0.0] + [0.0] * 6])
+    # The block's scale is limited to 448, so quotients go far beyond 6.
+    packed, scales = nvfp4.quantize((values * 448).clamp(max=3.4e38), torch.tensor(1.0))
+    assert float(scales) == 448.0
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten().tolist()
+    assert codes == [7, 7, 7, 7, 7, 7, 15, 15] + [0] * 8
+
+
+def test_every_block_scale():
+    """Blocks whose scales are all e4m3 numbers above zero, subnormal ones included."""
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    magnitudes = torch.tensor(nvfp4.MAGNITUDES)
+    values = scales.float().unsqueeze(1) * torch.cat([magnitudes, -magnitudes])
+    packed, found = nvfp4.quantize(values, torch.tensor(1.0))
+    assert found.flatten().view(torch.uint8).tolist() == list(range(1, 127))
+    row = [0x10, 0x32, 0x54, 0x76, 0x90, 0xBA, 0xDC, 0xFE]
+    assert packed.tolist() == [row] * 126
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_long_matrices_are_their_rows(dtype: torch.dtype):
+    """More values than are worked on at a time, and a last piece that is shorter."""
+    values = torch.randn(1041, 528, generator=torch.Generator().manual_seed(3)).to(dtype)
+    scale = nvfp4.global_scale(values.abs().max())
+    packed, scales = nvfp4.quantize(values, scale)
+    rows = [nvfp4.quantize(part, scale) for part in values.split(97)]
+    assert torch.equal(packed, torch.cat([codes for codes, _ in rows]))
+    bits = torch.cat([blocks.view(torch.uint8) for _, blocks in rows])
+    assert torch.equal(scales.view(torch.uint8), bits)
+    assert not torch.equal(packed[:97], packed[97:194])
+
+
 def test_quantising_the_dequantised_changes_nothing():
     values = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     scale = nvfp4.global_scale(values.abs().max())

@@ -29,7 +29,6 @@ EXTREME = [3.4028235e38, -3.4028235e38, 1e-45, -1e-45, 1e-40, 1.1754944e-38, 1e3
 @st.composite
 def matrices(draw: st.DrawFn, column_step: int) -> torch.Tensor:
     """Random matrices of odd shapes, some elements and whole blocks replaced by hostile values."""
-    # The larger number of rows goes over the border of the pieces that are worked on at a time.
     rows = draw(st.one_of(st.integers(1, 9), st.integers(300, 700)))
     columns = column_step * draw(st.integers(1, 7))
     spread = draw(st.sampled_from([0.0, 1.0, 6.0]))
