@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plugins.aot.compile import compile_kernel
 from plugins.aot.driver import LoadedKernel
-from plugins.aot.spec import KernelSpec
+from plugins.aot.spec import OLDEST_TRITON, KernelSpec
 
 _LOADED: dict[tuple[str, int], LoadedKernel] = {}
 
@@ -17,11 +17,13 @@ _LOADED: dict[tuple[str, int], LoadedKernel] = {}
 def launch(spec: KernelSpec, tensors: Mapping[str, Tensor], values: Mapping[str, int]) -> None:
     """`KernelSpec.launch`, also for kernels whose programs form clusters.
 
-    Those are compiled as for TensorRT, once per process and GPU, and launched through the driver.
+    Those, and kernels that not every Triton compiles right, are compiled as for TensorRT, once per
+    process and GPU, and launched through the driver.
 
-    Raises CapabilityError when the tensors' GPU lacks the kernel's instructions.
+    Raises CapabilityError when the tensors' GPU lacks the kernel's instructions, or the installed
+    Triton is too old for it.
     """
-    if spec.cluster == 1:
+    if spec.cluster == 1 and spec.needs_triton == OLDEST_TRITON:
         spec.launch(tensors, values)
         return
     device = next(iter(tensors.values())).device

@@ -22,6 +22,8 @@ from plugins.support.errors import CapabilityError, UsageError
 # Kernels in Gluon, Triton's explicit level, are written in the instructions of this compute
 # capability; plain Triton compiles for any.
 HOPPER = (9, 0)
+# What this project supports, see `pyproject.toml`.
+OLDEST_TRITON = (3, 6)
 
 # The grid of a kernel from its integers; the values are ints or symbolic expressions.
 Grid = Callable[[Mapping[str, Any]], tuple[Any, ...]]
@@ -52,6 +54,9 @@ class KernelSpec:
         cluster: programs side by side on the grid's first axis that run at the same time and may
             write to each other's shared memory. The compiled kernel says so itself and is launched
             like any other; Triton's own launcher cannot do it (`plugins.aot.launch` can).
+        needs_triton: oldest Triton whose code for the kernel was seen to work. Where it is newer
+            than the oldest one supported, the kernel also runs in process as it is compiled for
+            TensorRT: the form that was seen.
         aliases: output -> input that is the same tensor, updated in place. TensorRT passes both
             addresses.
     """
@@ -66,6 +71,7 @@ class KernelSpec:
     warps: int = 4
     registers: int | None = None
     cluster: int = 1
+    needs_triton: tuple[int, int] = OLDEST_TRITON
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,8 +90,23 @@ class KernelSpec:
         """All tensor arguments, inputs first."""
         return self.inputs + self.outputs
 
+    def compiles(self) -> bool:
+        """Whether the installed Triton makes code for the kernel that works."""
+        return installed_triton() >= self.needs_triton
+
     def check_capability(self, capability: tuple[int, int]) -> None:
-        """Raise CapabilityError when a GPU of that compute capability cannot run the kernel."""
+        """Raise CapabilityError when a GPU of that compute capability cannot run the kernel, or the
+        installed Triton does not compile it.
+        """
+        if not self.compiles():
+            wanted, found = ("{}.{}".format(*v) for v in (self.needs_triton, installed_triton()))
+            raise CapabilityError(
+                "this Triton does not compile a kernel right",
+                where=self.name,
+                expected=f"Triton {wanted} or newer",
+                found=found,
+                fix=f'pip install "triton>={wanted}"',
+            )
         if isinstance(self.function, GluonJITFunction) and capability != HOPPER:
             raise CapabilityError(
                 "a kernel uses instructions that this GPU does not have",
@@ -158,6 +179,12 @@ class KernelSpec:
                 maxnreg=self.registers,
                 **options,
             )
+
+
+def installed_triton() -> tuple[int, int]:
+    """Major and minor version."""
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def ceil_div(a: Any, b: Any) -> Any:

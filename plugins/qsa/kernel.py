@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from plugins.aot.launch import launch
 from plugins.aot.spec import KernelSpec
 from plugins.qsa import plan
 from plugins.qsa.plan import Geometry, Rotary, Tiles
@@ -90,7 +91,8 @@ PREFILL = PrefillPlan(4, together=Tiles(32, 4, 2), apart=Tiles(64, 2, 2), dense=
 
 def prefill_plan(g: Geometry, capability: tuple[int, int] | None) -> PrefillPlan:
     """The plan for a GPU, None in Triton's interpreter."""
-    if capability is not None and plan.fits_hopper(g, capability):
+    fits = capability is not None and plan.fits_hopper(g, capability)
+    if fits and plan.attend_hopper(g, plan.HOPPER_ROWS).compiles():
         return replace(PREFILL, rows=plan.HOPPER_ROWS, hopper=True)
     return PREFILL
 
@@ -317,7 +319,7 @@ def attend_prefill(
     values = {"S": steps, "C": key_cache.shape[2], "batch": batch, "rows": batch * steps}
     interleaved = gate.shape[-1] == 2 * heads * width
     if how.hopper:
-        plan.attend_hopper(g, rows, interleaved).launch(tensors, values)
+        launch(plan.attend_hopper(g, rows, interleaved), tensors, values)
         return out
     plan.attend_tile(g, rows, how.together, interleaved).launch(tensors, values)
     plan.attend_apart(g, rows, how.apart, interleaved).launch(tensors, values)

@@ -347,6 +347,8 @@ def attend_hopper(g: Geometry, rows: int, interleaved_gate: bool = False) -> Ker
         tile,
         name="qsa_attend_hopper",
         function=hopper.attend,
+        # Compiled by 3.6 it never ended on an H200 (1024 queries at 8192 tokens).
+        needs_triton=(3, 9),
         scalars=(*tile.scalars, "batch"),
         constants={
             **_head_constants(g),

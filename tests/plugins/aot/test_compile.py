@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from torch._subclasses import FakeTensorMode
 
 from plugins.aot.bundle import MANIFEST, read_bundle, write_bundle
@@ -25,7 +26,7 @@ from plugins.aot.compile import (
 )
 from plugins.aot.driver import LoadedKernel
 from plugins.aot.spec import KernelSpec
-from plugins.qsa import plan
+from plugins.qsa import kernel, plan
 from plugins.qsa.plan import Geometry, Rotary, Tiles
 from plugins.support.errors import CapabilityError, InputError, UsageError
 
@@ -91,6 +92,20 @@ def test_hopper_kernels_are_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode(), pytest.raises(CapabilityError, match="instructions"):
         spec.launch({"q": torch.empty(1, device="cuda")}, {})
     plan.select_row(G, 512, 1).check_capability((8, 9))
+
+
+def test_kernels_that_an_old_triton_compiles_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = plan.attend_hopper(G, plan.HOPPER_ROWS)
+    assert spec.compiles() and kernel.prefill_plan(G, (9, 0)).hopper
+    monkeypatch.setattr(triton, "__version__", "3.8.1")
+    with pytest.raises(CapabilityError, match="this Triton does not compile") as caught:
+        compile_kernel(spec, "9.0")
+    assert (caught.value.expected, caught.value.found) == ("Triton 3.9 or newer", "3.8")
+    # In process there are others for every GPU.
+    assert not kernel.prefill_plan(G, (9, 0)).hopper
+    assert plan.select_row(G, 512, 1).compiles()
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    assert spec.compiles()
 
 
 def test_code_for_9_0_and_newer_is_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
