@@ -347,7 +347,7 @@ def attend_hopper(g: Geometry, rows: int, interleaved_gate: bool = False) -> Ker
         tile,
         name="qsa_attend_hopper",
         function=hopper.attend,
-        # Compiled by 3.6 it never ended on an H200 (1024 queries at 8192 tokens).
+        # Compiled by 3.6 it is suspected of never ending on an H200, see benchmarks/README.md.
         needs_triton=(3, 9),
         scalars=(*tile.scalars, "batch"),
         constants={
