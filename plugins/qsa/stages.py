@@ -58,6 +58,17 @@ def _stored(x: Tensor, cache: Tensor, scale: float, a: Attributes) -> Tensor:
     return x.to(cache.dtype)
 
 
+def _write(cache: Tensor, slots: Tensor, places: Tensor, values: Tensor, wanted: Tensor) -> None:
+    """Put values [B, S, heads, D] at places [B, S] of a cache [B, heads, C, D] where wanted."""
+    places = places.clamp_max(cache.shape[2] - 1)
+    values = values.to(cache.dtype)
+    if cache.itemsize == 1:
+        # Not all of torch knows float8.
+        cache, values = cache.view(torch.uint8), values.view(torch.uint8)
+    before = cache[slots, :, places]
+    cache[slots, :, places] = torch.where(wanted[..., None, None], values, before)
+
+
 def prepare(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     """Queries of the new tokens, zero for padding; caches are written in place.
 
@@ -68,7 +79,6 @@ def prepare(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     kept = ratio - 1
     step = torch.arange(steps, device=device)
     real = step < t["new"][:, None]
-    rank = t["past"][:, None] + step
     # Places of the state's tokens and of this call's, [B, R - 1 + S, axes].
     if a["axes"] == 3:
         places = torch.cat([t["position_state"], t["positions"].permute(1, 2, 0)], 1)
@@ -82,23 +92,30 @@ def prepare(t: Tensors, a: Attributes) -> dict[str, Tensor]:
         _angles(own, t["index_frequencies"], a),
         eps,
     )
-    slot, token = real.nonzero(as_tuple=True)
+    every = torch.arange(batch, device=device)[:, None]
+    # No shape depends on lengths. Padding repeats what the last token writes, which is what was
+    # there where nothing is new.
+    some = t["new"][:, None] > 0
+    token = torch.minimum(step, (t["new"][:, None] - 1).clamp_min(0))
+    place = t["past"][:, None] + token
     for name, new, scale in (
         ("key_cache_before", ready.key, a["layer_k_scale"]),
         ("value_cache_before", ready.value, a["layer_v_scale"]),
     ):
-        cache = t[name]
-        cache[slot, :, rank[slot, token]] = _stored(new[slot, :, token], cache, scale, a)
+        values = _stored(new[every, :, token], t[name], scale, a)
+        _write(t[name], every, place, values, some)
 
+    # Every token of a block writes the block's key, once all of the block is there.
     rows = torch.cat([t["index_state"], ready.index_key], 1)
-    slot, token = (real & (rank % ratio == kept)).nonzero(as_tuple=True)
-    # A token's block begins `kept` rows before it, which is the token's own index in `rows`.
-    members = rows[slot[:, None], token[:, None] + torch.arange(ratio, device=device)]
-    angles = _angles(places[slot, token], t["index_frequencies"], a)
+    end = place - place % ratio + kept - t["past"][:, None]
+    complete = some & (end < t["new"][:, None])
+    end = end.clamp_max(steps - 1)
+    # A block begins `kept` rows before its end, which is the end's own index in `rows`.
+    members = rows[every[..., None], end[..., None] + torch.arange(ratio, device=device)]
+    angles = _angles(places[every, end], t["index_frequencies"], a)
     pooled = reference.pool_blocks(members, t["index_k_weight"], angles, eps)
-    t["index_keys_before"][slot, 0, rank[slot, token] // ratio] = pooled
+    _write(t["index_keys_before"], every, place // ratio, pooled[:, :, None], complete)
 
-    every = torch.arange(batch, device=device)[:, None]
     last = t["new"][:, None] + torch.arange(kept, device=device)
     shown = real[:, None, :, None]
     return {
