@@ -38,4 +38,4 @@ def command(
     if json:
         output.emit_json(report.as_dict())
     else:
-        print("\n".join(report.lines()))
+        print("\n".join(report.outcome()))

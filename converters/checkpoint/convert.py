@@ -31,10 +31,12 @@ from converters.checkpoint.source import SourceCheckpoint
 from converters.checkpoint.tokenizer_files import TokenizerFiles
 from converters.checkpoint.write import (
     OutputFile,
+    memory_line,
     peak_bytes,
     run_tasks,
     split_tasks,
     worker_count,
+    written_line,
 )
 from converters.quantization.calibration import Calibration
 from converters.quantization.declared import compare, read_claims
@@ -110,8 +112,7 @@ class ConversionPlan:
         result = [
             f"{self.config.architecture}: {used} tensors ({size(self.bytes_read)}) -> "
             f"{len(self.outputs)} tensors ({size(self.bytes_written)}), {', '.join(kinds)}",
-            f"memory: at most {self.peak_bytes / 1e6:.0f} MB beyond the program itself, "
-            f"{self.workers} workers",
+            memory_line(self.peak_bytes, self.workers),
         ]
         if self.config.quantization.quant_algo:
             result.append(f"quantisation: {self.config.quantization.quant_algo}")
@@ -165,8 +166,7 @@ class ConversionReport:
 
     def outcome(self) -> list[str]:
         """What the plan did not say, for people."""
-        rate = self.plan.bytes_read / max(self.seconds, 1e-9) / 1e6
-        result = [f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)"]
+        result = [written_line(self.directory, self.seconds, self.plan.bytes_read)]
         if self.small_values:
             result.append(
                 f"{sum(self.small_values.values())} values in {len(self.small_values)} tensors "

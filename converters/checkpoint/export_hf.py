@@ -30,10 +30,12 @@ from converters.checkpoint.source import INDEX_FILE, QUANT_CONFIG
 from converters.checkpoint.write import (
     OutputFile,
     copy_memory,
+    memory_line,
     peak_bytes,
     run_tasks,
     split_tasks,
     worker_count,
+    written_line,
 )
 from converters.quantization import formats, kv_cache
 from converters.quantization.evidence import module_of, target_name, target_shape
@@ -69,10 +71,9 @@ class ExportReport:
     files: int
     seconds: float
 
-    def lines(self) -> list[str]:
+    def outcome(self) -> list[str]:
         """What the plan did not say, for people."""
-        rate = self.bytes / max(self.seconds, 1e-9) / 1e6
-        return [f"written to {self.directory} in {self.seconds:.1f} s ({rate:.0f} MB/s)"]
+        return [written_line(self.directory, self.seconds, self.bytes)]
 
     def as_dict(self) -> dict[str, Any]:
         """The result, for programs."""
@@ -131,8 +132,7 @@ class ExportPlan:
         return [
             f"{count} tensors ({size(self.bytes_written)}) in {len(self.groups)} files, "
             f"quantisation: {self.algorithm or 'none'}",
-            f"memory: at most {self.peak_bytes / 1e6:.0f} MB beyond the program itself, "
-            f"{self.workers} workers",
+            memory_line(self.peak_bytes, self.workers),
         ]
 
 

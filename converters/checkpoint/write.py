@@ -57,6 +57,17 @@ def peak_bytes(workers: int, tensors: int, task: int) -> int:
     return _FIXED_BYTES + tensors * _PLAN_BYTES_PER_TENSOR + workers * _ALLOCATOR * task
 
 
+def memory_line(peak: int, workers: int) -> str:
+    """What a plan says of its memory, for people."""
+    return f"memory: at most {peak / 1e6:.0f} MB beyond the program itself, {workers} workers"
+
+
+def written_line(directory: Path, seconds: float, nbytes: int) -> str:
+    """What a report says of a run, for people; `nbytes` for the rate."""
+    rate = nbytes / max(seconds, 1e-9) / 1e6
+    return f"written to {directory} in {seconds:.1f} s ({rate:.0f} MB/s)"
+
+
 def copy_memory(recipe: Recipe) -> int:
     """Bytes that `copy` needs for the largest source of a recipe."""
     if not recipe.sources:

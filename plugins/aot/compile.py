@@ -160,7 +160,7 @@ def compile_kernel(
             found=capability,
         )
     major, minor = parse_target(capability)
-    spec.check_capability((major, minor))
+    spec.check((major, minor))
     if spec.cluster > 1 and (major, minor) < _CLUSTER_CAPABILITY:
         raise CapabilityError(
             "this compute capability has no clusters",

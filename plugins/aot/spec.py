@@ -94,7 +94,7 @@ class KernelSpec:
         """Whether the installed Triton makes code for the kernel that works."""
         return installed_triton() >= self.needs_triton
 
-    def check_capability(self, capability: tuple[int, int]) -> None:
+    def check(self, capability: tuple[int, int]) -> None:
         """Raise CapabilityError when a GPU of that compute capability cannot run the kernel, or the
         installed Triton does not compile it.
         """
@@ -168,7 +168,7 @@ class KernelSpec:
             )
         device = next(iter(tensors.values())).device
         if device.type == "cuda":
-            self.check_capability(torch.cuda.get_device_capability(device))
+            self.check(torch.cuda.get_device_capability(device))
         grid = self.grid(values)
         options = {} if triton.knobs.runtime.interpret else self.options
         if all(extent > 0 for extent in grid):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from plugins.qsa.geometry import Geometry
 from plugins.trt.network import Dim, Network
-from plugins.trt.rope import RotaryTable
+from plugins.trt.rope import RotaryTable, frequencies
 from plugins.trt.types import Tensor
 
 
@@ -33,7 +31,7 @@ class Calls:
         slots, steps: slots and queries per slot of the largest call.
         ratio: tokens per block.
         rotary_dim: rotated channels of a head.
-        theta: base of the rotary frequencies theta^(-2i / rotary_dim).
+        theta: base of the rotary `frequencies`.
         eps: of the norms.
         dtype: activation type.
     """
@@ -60,8 +58,7 @@ class Calls:
     @cached_property
     def frequencies(self) -> Tensor:
         """float32 [rotary_dim / 2]."""
-        exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
-        return self.net.literal(1.0 / self.theta**exponent, "qsa.frequencies")
+        return self.net.literal(frequencies(self.rotary_dim, self.theta), "qsa.frequencies")
 
     @cached_property
     def rope(self) -> RotaryTable:

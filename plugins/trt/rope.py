@@ -8,6 +8,12 @@ from plugins.trt.network import Network
 from plugins.trt.types import Tensor
 
 
+def frequencies(rotary_dim: int, theta: float) -> torch.Tensor:
+    """theta^(-2i / rotary_dim), float32 [rotary_dim / 2]."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / theta**exponent
+
+
 class RotaryTable:
     """cos and sin of positions 0 .. rows-1 in float32, rounded to a type where they are used.
 
@@ -17,13 +23,12 @@ class RotaryTable:
     Args:
         rows: positions.
         rotary_dim: rotated channels of a head.
-        theta: base of the frequencies theta^(-2i / rotary_dim).
+        theta: base of the `frequencies`.
         dtype: element type of the heads that will be rotated.
     """
 
     def __init__(self, net: Network, rows: int, rotary_dim: int, theta: float, dtype: str) -> None:
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        angles = torch.arange(rows, dtype=torch.float32)[:, None] * (1.0 / theta**exponent)
+        angles = torch.arange(rows, dtype=torch.float32)[:, None] * frequencies(rotary_dim, theta)
         self._net = net
         self._rotary_dim = rotary_dim
         self._dtype = dtype

@@ -19,6 +19,7 @@ import torch
 from plugins.support.dtypes import BY_NAME, COMPUTE_DTYPES
 from plugins.support.errors import InputError
 from plugins.support.progress import Reporter, progress
+from plugins.support.units import size
 from runtime.host_inputs.preload import LONGEST_S, Loaded, available_bytes, fits, preload
 from runtime.identity import read_header
 
@@ -185,18 +186,18 @@ class StoredTable:
 
     def preload(self) -> str:
         """Bring the table into memory where it fits; one line that says what was done."""
-        size = sum(part.nbytes for part in self._parts)
-        about = f"n-gram table of {size / 1e9:.1f} GB"
+        total = sum(part.nbytes for part in self._parts)
+        about = f"n-gram table of {size(total)}"
         available = available_bytes()
-        if not fits(size, available):
-            memory = "an unknown amount" if available is None else f"{available / 1e9:.1f} GB"
+        if not fits(total, available):
+            memory = "an unknown amount" if available is None else size(available)
             return f"{about}: rows are read on demand, {memory} of memory is available"
         deadline = time.monotonic() + LONGEST_S
-        with progress("n-gram table", size, "bytes") as reporter:
+        with progress("n-gram table", total, "bytes") as reporter:
             loaded = [part.preload(reporter, deadline) for part in self._parts]
         done, huge = (sum(getattr(p, name) for p in loaded) for name in ("bytes", "huge"))
-        rest = "" if done == size else f"; the rest is read on demand, {LONGEST_S:.0f} s are over"
-        return f"{about}: {done / 1e9:.1f} GB in memory, {huge / 1e9:.1f} GB in huge pages{rest}"
+        rest = "" if done == total else f"; the rest is read on demand, {LONGEST_S:.0f} s are over"
+        return f"{about}: {size(done)} in memory, {size(huge)} in huge pages{rest}"
 
     def gather(self, rows: Int64, out: torch.Tensor) -> None:
         """Write rows by number, int64 [n], to `out`, contiguous [n, width] of type `dtype`."""

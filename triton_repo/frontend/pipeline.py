@@ -86,10 +86,13 @@ def prepare(request: Row, server: FrontEnd) -> Prepared:
 
     Raises UsageError that names the field when the request asks for what cannot be.
     """
-    # 1. Server defaults and request options become one set; None means "not set".
-    return _prepared(
-        {**server.defaults, **{k: v for k, v in request.items() if v is not None}}, server
-    )
+    # 1. Server defaults and request options become one set.
+    return _prepared(_with_defaults(request, server), server)
+
+
+def _with_defaults(request: Row, server: FrontEnd) -> Row:
+    """The request over the server's defaults; None means "not set"."""
+    return {**server.defaults, **{k: v for k, v in request.items() if v is not None}}
 
 
 def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -> Prepared:
@@ -122,7 +125,7 @@ def prepare_live(request: Row, server: FrontEnd) -> tuple[Prepared, LiveAudio]:
     Raises UsageError for a model that hears none, and for fields that a stream has no use for.
     """
     assert server.audio is not None
-    row = {**server.defaults, **{k: v for k, v in request.items() if v is not None}}
+    row = _with_defaults(request, server)
     for name in (*PROMPT_FIELDS, "audio_bytes", "audio_url", "language"):
         if row.get(name) is not None:
             raise problem(name, "has no place in a stream; its audio comes in audio_samples")

@@ -181,10 +181,7 @@ class ChannelClient:
 
     def audio(self, key: int, frames: Features, last: bool) -> None:
         """Send the next frames, float32 [mels, F], of a call that was submitted with a feed."""
-        data = _encoded({"op": "audio", "key": key, "last": last}, frames)
-        with self._lock, contextlib.suppress(OSError):
-            if self._connection is not None:
-                self._connection.sendall(data)
+        self._send({"op": "audio", "key": key, "last": last}, frames)
 
     def cancel(self, key: int) -> None:
         """End a sequence; its last event still comes."""
@@ -196,8 +193,7 @@ class ChannelClient:
 
     def lost(self, answer: str) -> None:
         """End the generation of an answer of `tensorrt_llm` itself: its client is gone."""
-        with self._lock, contextlib.suppress(OSError):
-            self._connect().sendall(_encoded({"op": "lost", "answer": answer}, None))
+        self._send({"op": "lost", "answer": answer}, connect=True)
 
     def close(self) -> None:
         """Close the connection; running sequences are cancelled at the other end."""
@@ -206,10 +202,15 @@ class ChannelClient:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(
+        self, message: dict[str, Any], frames: Features | None = None, *, connect: bool = False
+    ) -> None:
+        """Send what needs no answer. Most messages mean nothing to a server not yet connected."""
+        data = _encoded(message, frames)
         with self._lock, contextlib.suppress(OSError):
-            if self._connection is not None:
-                self._connection.sendall(json.dumps(message).encode() + b"\n")
+            connection = self._connect() if connect else self._connection
+            if connection is not None:
+                connection.sendall(data)
 
     def _connect(self) -> socket.socket:
         if self._connection is None:

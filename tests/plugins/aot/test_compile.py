@@ -91,7 +91,7 @@ def test_hopper_kernels_are_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     with FakeTensorMode(), pytest.raises(CapabilityError, match="instructions"):
         spec.launch({"q": torch.empty(1, device="cuda")}, {})
-    plan.select_row(G, 512, 1).check_capability((8, 9))
+    plan.select_row(G, 512, 1).check((8, 9))
 
 
 def test_kernels_that_an_old_triton_compiles_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
