@@ -6,9 +6,10 @@
 `prepare` defines the networks and writes them as programs: tiny float32 models with inputs and the
 logits that their plugin layers' definitions give, and full-width two-layer slices (one full and one
 sliding layer of Dots3 NOTE; one Gated DeltaNet and one sparse layer of Qwen3.8) with plugin layers
-and with native ones. `run` compares the tiny models' logits, then times the slices with random
-weights made on the device: generation calls step by step and as replayed CUDA graphs, and a chunk
-of a prompt. What attention gives is compared between kernels, their definitions and native layers.
+and with native ones; kernels that not every Triton compiles are written compiled. `run` compares
+the tiny models' logits, then times the slices with random weights made on the device: generation
+calls step by step and as replayed CUDA graphs, and a chunk of a prompt. What attention gives is
+compared between kernels, their definitions and native layers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.aot.bundle import read_bundle, write_bundle
+from plugins.aot.compile import CompiledKernel
+from plugins.aot.launch import provide
 from runtime.executors.graphs import RepeatedCalls
 from runtime.executors.stream import CudaStream
 from runtime.interpreter.execute import Interpreter
-from runtime.interpreter.program import Program
+from runtime.interpreter.program import Program, walk
 
 TARGET = "9.0"
+KERNELS = "kernels"
 MAX_SEQ_LEN = 8192
 CHUNK = 1024
 PAST = {CHUNK: MAX_SEQ_LEN - CHUNK}
@@ -152,6 +157,7 @@ def prepare(directory: Path) -> None:
         "dots3": (dots3, Headers(wanted_dots3(dots3))),
         "qwen38": (qwen38, Headers(wanted_qwen38(qwen38, stacked_experts=True))),
     }
+    kernels: dict[str, CompiledKernel] = {}
     for family, (config, source) in slices.items():
         for slots, tokens in [*CALLS[family], (1, CHUNK)]:
             drafts = 0 if tokens == CHUNK else tokens - 1
@@ -160,8 +166,20 @@ def prepare(directory: Path) -> None:
             for kind in ("plugin", "native"):
                 program = traced(family, config, source, phase, limits, kind == "plugin")
                 program.save(directory / f"{family}.{slots}x{tokens}.{kind}.program")
+                kernels |= compiled(program)
+    write_bundle(directory / KERNELS, kernels)
     for family in slices:
         torch.save(tiny_calls(family, directory), directory / f"{family}.tiny.pt")
+
+
+def compiled(program: Program) -> dict[str, CompiledKernel]:
+    """The program's kernels that are launched as compiled for TensorRT, by key."""
+    from plugins.aot.compile import compile_kernel
+    from plugins.operations import OPERATIONS
+
+    nodes = [node for node in walk(program.nodes) if node.kind == "plugin"]
+    specs = [OPERATIONS[n.attributes["op"]].spec(n.attributes["values"]) for n in nodes]
+    return {s.key: compile_kernel(s, TARGET) for s in specs if s.as_compiled}
 
 
 def tiny_calls(family: str, directory: Path) -> dict[str, Any]:
@@ -473,6 +491,8 @@ def run(directory: Path, out: Path) -> None:
         "max_seq_len": MAX_SEQ_LEN,
         "past": PAST_OF_STEPS,
     }
+
+    provide(read_bundle(directory / KERNELS))
 
     def save() -> None:
         out.write_text(json.dumps(result, indent=1) + "\n")

@@ -7,11 +7,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from plugins.aot.compile import compile_kernel
+from plugins.aot.compile import CompiledKernel, compile_kernel
 from plugins.aot.driver import LoadedKernel
-from plugins.aot.spec import OLDEST_TRITON, KernelSpec
+from plugins.aot.spec import KernelSpec
 
+_PROVIDED: dict[str, CompiledKernel] = {}
 _LOADED: dict[tuple[str, int], LoadedKernel] = {}
+
+
+def provide(kernels: Mapping[str, CompiledKernel]) -> None:
+    """Launch these, by `KernelSpec.key`, where this process would compile them.
+
+    For machines whose Triton is too old for a kernel.
+    """
+    _PROVIDED.update(kernels)
 
 
 def launch(spec: KernelSpec, tensors: Mapping[str, Tensor], values: Mapping[str, int]) -> None:
@@ -23,7 +32,7 @@ def launch(spec: KernelSpec, tensors: Mapping[str, Tensor], values: Mapping[str,
     Raises CapabilityError when the tensors' GPU lacks the kernel's instructions, or the installed
     Triton is too old for it.
     """
-    if spec.cluster == 1 and spec.needs_triton == OLDEST_TRITON:
+    if not spec.as_compiled:
         spec.launch(tensors, values)
         return
     device = next(iter(tensors.values())).device
@@ -35,6 +44,9 @@ def _loaded(spec: KernelSpec) -> LoadedKernel:
     """The kernel in the current device's context."""
     key = spec.key, torch.cuda.current_device()
     if key not in _LOADED:
-        capability = "{}.{}".format(*torch.cuda.get_device_capability())
-        _LOADED[key] = LoadedKernel(compile_kernel(spec, capability))
+        kernel = _PROVIDED.get(spec.key)
+        if kernel is None:
+            capability = "{}.{}".format(*torch.cuda.get_device_capability())
+            kernel = compile_kernel(spec, capability)
+        _LOADED[key] = LoadedKernel(kernel)
     return _LOADED[key]

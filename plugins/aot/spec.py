@@ -90,6 +90,11 @@ class KernelSpec:
         """All tensor arguments, inputs first."""
         return self.inputs + self.outputs
 
+    @property
+    def as_compiled(self) -> bool:
+        """Whether torch launches the kernel as it is compiled for TensorRT."""
+        return self.cluster > 1 or self.needs_triton != OLDEST_TRITON
+
     def compiles(self) -> bool:
         """Whether the installed Triton makes code for the kernel that works."""
         return installed_triton() >= self.needs_triton
