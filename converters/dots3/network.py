@@ -20,6 +20,7 @@ from converters.layers.text_engine import TextEngine
 from plugins.dsa import layer as dsa
 from plugins.dsa import lowering
 from plugins.dsa.geometry import Geometry
+from plugins.dsa.site import Site
 from plugins.mtp import layer as mtp
 from plugins.trt.network import Network
 from plugins.trt.norms import rms_norm
@@ -48,7 +49,7 @@ class _Kind:
     """One kind of attention: its geometry, where it stands and the rotation of the positions."""
 
     mla: Mla
-    site: dsa.Site
+    site: Site
     rotary: RotaryTable
     angles: tuple[Tensor, Tensor]
 
@@ -88,7 +89,7 @@ class _Layers:
             dtype=self.dtype,
         )
         slots, steps = engine.largest_call
-        site = dsa.Site(
+        site = Site(
             net=self.net,
             geometry=geometry,
             expanded=self.expanded,

@@ -13,8 +13,8 @@ import torch
 from plugins.aot import layer
 from plugins.aot.compile import SHARED_BYTES
 from plugins.dsa import kernel, plan
-from plugins.dsa.layer import Site
 from plugins.dsa.plugin import NAMESPACE, OPERATIONS, geometry_attributes
+from plugins.dsa.site import Site
 from plugins.trt.capability import parse_target
 from plugins.trt.types import Tensor
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from triton_repo.frontend import chat
+from triton_repo.frontend.encoding import Encoding
 from triton_repo.frontend.limits import Limits, Offset, Prompt, check_media_truncation, select
 from triton_repo.frontend.media import MediaItem, load_media
 from triton_repo.frontend.options import (
@@ -27,7 +28,6 @@ from triton_repo.frontend.options import (
 )
 from triton_repo.frontend.problems import problem
 from triton_repo.frontend.reasoning import Reasoning, reasoning_after
-from triton_repo.frontend.tokenizer import Encoding
 
 if TYPE_CHECKING:
     from triton_repo.frontend.audio.live import LiveAudio

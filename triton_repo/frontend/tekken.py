@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from plugins.support.errors import InputError
-
-if TYPE_CHECKING:
-    from triton_repo.frontend.tokenizer import Encoding
+from triton_repo.frontend.encoding import Encoding
 
 
 def tekken_files(directory: Path) -> list[Path]:
@@ -48,8 +45,6 @@ class TekkenTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool, want_offsets: bool) -> Encoding:
         """Ids of `text`, a begin-of-sequence id in front if asked for; never with offsets."""
-        from triton_repo.frontend.tokenizer import Encoding
-
         ids = self._tokenizer.encode(text, bos=add_special_tokens, eos=False)
         return Encoding(list(ids), None, (int(add_special_tokens), 0))
 

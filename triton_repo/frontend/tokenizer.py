@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from plugins.support.errors import InputError
 from triton_repo.frontend.encoder import Encoder, agreeing_version, installed_version, open_encoder
-from triton_repo.frontend.limits import Offset
+from triton_repo.frontend.encoding import Encoding
 from triton_repo.frontend.tekken import TekkenTokenizer, tekken_files
 
 LOG = logging.getLogger(__name__)
@@ -27,22 +26,6 @@ BYTE_CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Ids of one text.
-
-    Attributes:
-        ids: token ids.
-        offsets: per id the character range in the text, (0, 0) for special tokens; None when the
-            tokenizer has none or none were asked for.
-        specials: special tokens added in front and behind.
-    """
-
-    ids: list[int]
-    offsets: list[Offset] | None
-    specials: tuple[int, int]
 
 
 class Tokenizer(Protocol):
