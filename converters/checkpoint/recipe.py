@@ -8,6 +8,7 @@ write the source tensors in the given order, cast where the type differs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +68,50 @@ class Wanted:
         elements = sum(math.prod(part.room or part.shape) for part in self.parts)
         if elements != math.prod(self.shape):
             raise ValueError(f"{self.target}: parts hold {elements} elements, not {self.shape}")
+
+
+def routed_experts(
+    target: str,
+    source: str,
+    count: int,
+    hidden: int,
+    inner: int,
+    is_stacked: Callable[[str], bool],
+) -> list[Wanted]:
+    """Experts' matrices [count, 2 * inner, hidden] (gate above up) and [count, hidden, inner].
+
+    Args:
+        target, source: prefixes of the names in the result and in the source.
+        count: experts.
+        hidden, inner: channels of the model and within an expert.
+        is_stacked: whether the source holds one tensor of all experts under a name, such as
+            "...experts.gate_up_proj"; else each projection of each expert is one.
+    """
+    wanted = []
+    for name, projections, rows, columns in (
+        ("gate_up", ("gate_proj", "up_proj"), inner, hidden),
+        ("down", ("down_proj",), hidden, inner),
+    ):
+        shape = (count, len(projections) * rows, columns)
+        stacked = f"{source}.{name}_proj"
+        parts: tuple[Part, ...] = (Part(stacked, shape),)
+        if not is_stacked(stacked):
+            parts = tuple(
+                Part(f"{source}.{expert}.{projection}.weight", (rows, columns))
+                for expert in range(count)
+                for projection in projections
+            )
+        wanted.append(
+            Wanted(
+                f"{target}.{name}.weight",
+                shape,
+                parts,
+                matrices=1,
+                pieces=len(projections),
+                quantize="experts",
+            )
+        )
+    return wanted
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from converters.checkpoint.header import Shape
 from converters.checkpoint.match import canonical_names
-from converters.checkpoint.recipe import Part, Wanted
+from converters.checkpoint.recipe import Part, Wanted, routed_experts
 from converters.checkpoint.source import SourceCheckpoint
 from converters.dots3.config import Dots3CheckpointConfig, Mla, canonical_name
 from converters.family import TensorPlan
@@ -217,31 +217,14 @@ class _Plan:
             (count,),
             keep_float32=True,
         )
-        for name, projections, rows, columns in (
-            ("gate_up", ("gate_proj", "up_proj"), inner, hidden),
-            ("down", ("down_proj",), hidden, inner),
-        ):
-            shape = (count, len(projections) * rows, columns)
-            stacked = f"{source}experts.{name}_proj"
-            parts = (
-                (Part(stacked, shape),)
-                if stacked in self.present
-                else tuple(
-                    Part(f"{source}experts.{expert}.{projection}.weight", (rows, columns))
-                    for expert in range(count)
-                    for projection in projections
-                )
-            )
-            self.list.append(
-                Wanted(
-                    f"{target}experts.{name}.weight",
-                    shape,
-                    parts,
-                    matrices=1,
-                    pieces=len(projections),
-                    quantize="experts",
-                )
-            )
+        self.list += routed_experts(
+            f"{target}experts",
+            f"{source}experts",
+            count,
+            hidden,
+            inner,
+            lambda name: name in self.present,
+        )
         self._mlp(
             f"{target}shared_expert.", f"{source}shared_experts.", block.shared_intermediate_size
         )

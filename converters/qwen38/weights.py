@@ -13,7 +13,7 @@ from typing import Literal
 
 from converters.checkpoint.header import Shape
 from converters.checkpoint.match import Ignored, canonical_names
-from converters.checkpoint.recipe import Part, Wanted
+from converters.checkpoint.recipe import Part, Wanted, routed_experts
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
 from converters.quantization.kv_cache import Cached
@@ -244,31 +244,14 @@ class _Names:
         block, hidden = self.block, self.hidden
         experts, inner = block.num_experts, block.moe_intermediate_size
         self._one(f"{target}router.weight", f"{source}gate.weight", (experts, hidden))
-        for name, projections, rows, columns in (
-            ("gate_up", ("gate_proj", "up_proj"), inner, hidden),
-            ("down", ("down_proj",), hidden, inner),
-        ):
-            shape = (experts, len(projections) * rows, columns)
-            stacked = f"{source}experts.{name}_proj"
-            parts = (
-                (Part(stacked, shape),)
-                if self.is_stacked(f"{source}experts")
-                else tuple(
-                    Part(f"{source}experts.{expert}.{projection}.weight", (rows, columns))
-                    for expert in range(experts)
-                    for projection in projections
-                )
-            )
-            self.list.append(
-                Wanted(
-                    f"{target}experts.{name}.weight",
-                    shape,
-                    parts,
-                    matrices=1,
-                    pieces=len(projections),
-                    quantize="experts",
-                )
-            )
+        self.list += routed_experts(
+            f"{target}experts",
+            f"{source}experts",
+            experts,
+            hidden,
+            inner,
+            lambda _: self.is_stacked(f"{source}experts"),
+        )
         shared = block.shared_expert_intermediate_size
         for name, rows, columns in (
             ("gate", shared, hidden),
