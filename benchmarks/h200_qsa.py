@@ -5,7 +5,9 @@ Two steps, because the GPU machine needs no compiler for ours:
     python -m benchmarks.h200_qsa compile KERNEL_DIR
     python -m benchmarks.h200_qsa run KERNEL_DIR RESULT.json [--vllm DIR]
 
-`compile` needs no GPU. `run` launches exactly the compiled PTX through the CUDA driver. DIR holds
+`compile` needs no GPU. `run` launches exactly the compiled PTX through the CUDA driver, in two
+ways: "us" as TensorRT does, "early_us" as the interpreter does, every kernel before its predecessor
+has ended. DIR holds
 `qsa.py` and `qsa_indexer.py` of vLLM 0.33 (models/qwen4_exp/nvidia/ops in its wheel) and, if its
 own top-k is wanted, the library `_C_stable_libtorch.abi3.so`, plain or as `vllm_c_sm90.so.xz`.
 Every section runs in its own process. Times are medians over CUDA-graph replays in microseconds.
@@ -67,9 +69,8 @@ def specs() -> dict[str, KernelSpec]:
             if how.splits == 1:
                 found.append(plan.attend_whole(g, how.tiles))
                 continue
-            for overlap in (False, True):
-                found.append(kernel.decode_partial(g, how, overlap))
-                found.append(plan.merge_splits(g, how.splits, overlap=overlap))
+            found.append(kernel.decode_partial(g, how))
+            found.append(plan.merge_splits(g, how.splits))
     found.append(plan.unite_blocks(BF16, plan.HOPPER_ROWS))
     found.append(plan.attend_hopper(BF16, plan.HOPPER_ROWS))
     portable = kernel.PREFILL
@@ -95,10 +96,12 @@ def compile_all(folder: Path) -> None:
 
 
 LOADED: dict[str, LoadedKernel] = {}
+# Start kernels before their predecessors have ended.
+EARLY = [True]
 
 
 def load(folder: Path) -> None:
-    """Load all compiled kernels and make every spec launch them."""
+    """Load all compiled kernels, to be launched instead of any that this process would compile."""
     torch.zeros(1, device="cuda")
     compiled = read_bundle(folder)
 
@@ -109,21 +112,30 @@ def load(folder: Path) -> None:
     with ThreadPoolExecutor(12) as pool:
         LOADED.update(pool.map(one, compiled.items()))
 
-    def launch(self: KernelSpec, tensors: Any, values: Any, overlap: bool = False) -> None:
-        LOADED[self.key].run(self, tensors, values, overlap)
-
-    KernelSpec.launch = launch  # type: ignore[method-assign]
     # They were compiled elsewhere: this machine's Triton does not matter.
     KernelSpec.compiles = lambda _: True  # type: ignore[method-assign]
-    kernel.launch = KernelSpec.launch
+    kernel.launch = launch
+
+
+def launch(spec: KernelSpec, tensors: Any, values: Any) -> None:
+    """`plugins.aot.launch.launch` with the loaded kernels."""
+    LOADED[spec.key].run(spec, tensors, values, EARLY[0])
 
 
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def timed(calls: Sequence[Timed], milliseconds: float = 30.0, repeats: int = 9) -> float:
+def both(calls: Sequence[Timed], prefix: str = "") -> dict[str, float]:
+    """Times as TensorRT launches, and with kernels started early."""
+    return {prefix + "us": timed(calls, early=False), prefix + "early_us": timed(calls)}
+
+
+def timed(
+    calls: Sequence[Timed], milliseconds: float = 30.0, repeats: int = 9, early: bool = True
+) -> float:
     """Median microseconds per call over graph replays; one call per input set."""
     stream = torch.cuda.Stream()
+    EARLY[0] = early
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -142,6 +154,7 @@ def timed(calls: Sequence[Timed], milliseconds: float = 30.0, repeats: int = 9) 
             stop.synchronize()
             return start.elapsed_time(stop) / count
 
+        EARLY[0] = True
         replay(1)
         count = max(1, int(milliseconds / repeats / max(replay(1), 1e-3)))
         times = sorted(replay(count) for _ in range(repeats))
@@ -284,7 +297,7 @@ def section_ceilings(_: Path | None) -> dict[str, Any]:
     }
 
 
-def decode_call(g: Geometry, t: dict[str, Tensor], overlap: bool) -> Timed:
+def decode_call(g: Geometry, t: dict[str, Tensor]) -> Timed:
     """One decode attention with outputs allocated beforehand."""
     rows = t["q"].shape[0] * t["q"].shape[2]
     how = kernel.decode_plan(g, rows)
@@ -292,16 +305,15 @@ def decode_call(g: Geometry, t: dict[str, Tensor], overlap: bool) -> Timed:
     values["splits"] = how.splits
     if how.splits == 1:
         whole = plan.attend_whole(g, how.tiles)
-        return lambda: whole.launch(t, values)
+        return lambda: launch(whole, t, values)
     shape = (how.splits, rows, g.heads)
     t["partial"] = torch.empty((*shape, g.width), device="cuda")
     t["partial_lse"] = torch.empty(shape, device="cuda")
-    first = kernel.decode_partial(g, how, overlap)
-    second = plan.merge_splits(g, how.splits, overlap=overlap)
+    first, second = kernel.decode_partial(g, how), plan.merge_splits(g, how.splits)
 
     def call() -> None:
-        first.launch(t, values)
-        second.launch(t, values, overlap)  # type: ignore[call-arg]
+        launch(first, t, values)
+        launch(second, t, values)
 
     return call
 
@@ -320,7 +332,7 @@ def section_attention(vllm: Path | None) -> dict[str, Any]:
         for sets, label in ((max(3, min(48, 140 // rows)), ""), (2, " warm")):
             if label and rows > 8:
                 continue
-            inputs, plain, overlapped, fp8, other = [], [], [], [], []
+            inputs, bf16, fp8, other = [], [], [], []
             for number in range(sets):
                 first = number * rows % max(1, slots - rows + 1)
                 mine = slice(first, first + rows)
@@ -342,10 +354,9 @@ def section_attention(vllm: Path | None) -> dict[str, Any]:
                     ),
                 }
                 inputs.append(t)
-                plain.append(decode_call(BF16, dict(t), False))
-                overlapped.append(decode_call(BF16, dict(t), True))
+                bf16.append(decode_call(BF16, dict(t)))
                 t8 = {**t, "k_cache": key8[mine], "v_cache": value8[mine]}
-                fp8.append(decode_call(FP8, t8, False))
+                fp8.append(decode_call(FP8, t8))
                 if theirs is not None:
                     args = (
                         t["q"][:, :, 0].contiguous(),
@@ -377,11 +388,7 @@ def section_attention(vllm: Path | None) -> dict[str, Any]:
             right8 = expect(*wide)
             del wide
             errors = {}
-            for name, call, wanted in (
-                ("bf16", plain[0], right),
-                ("overlapped", overlapped[0], right),
-                ("fp8", fp8[0], right8),
-            ):
+            for name, call, wanted in (("bf16", bf16[0], right), ("fp8", fp8[0], right8)):
                 t["out"].fill_(float("nan"))
                 call()
                 torch.cuda.synchronize()
@@ -393,10 +400,9 @@ def section_attention(vllm: Path | None) -> dict[str, Any]:
                 "input_sets": sets,
                 "errors": errors,
                 "bytes": rows * 2 * 2048 * BF16.width * 2 * 2,
-                "us": timed(plain),
-                "us_again": timed(plain),
-                "overlapped_us": timed(overlapped),
-                "fp8_us": timed(fp8),
+                **both(bf16),
+                **both(bf16, "again_"),
+                **both(fp8, "fp8_"),
             }
             if theirs is not None:
                 row["vllm_us"] = timed(other)
@@ -420,7 +426,7 @@ def section_attention(vllm: Path | None) -> dict[str, Any]:
     results["32 slots x 4 tokens"] = {
         "error": demand(error(out, right), 6e-3, "uniform decode"),
         "padding rows": demand(zero, 0.0, "padding rows"),
-        "us": timed([lambda: kernel.attend_decode(BF16, t["q"], *cached)]),
+        **both([lambda: kernel.attend_decode(BF16, t["q"], *cached)]),
     }
     return results
 
@@ -444,7 +450,7 @@ def section_dense(_: Path | None) -> dict[str, Any]:
                 "out": torch.empty(rows, 1, 6144, device="cuda", dtype=torch.bfloat16),
             }
             sets.append(t)
-        ours = [decode_call(BF16, t, False) for t in sets]
+        ours = [decode_call(BF16, t) for t in sets]
         torchs = [
             lambda t=t: attention(t["q"], t["k_cache"], t["v_cache"], enable_gqa=True) for t in sets
         ]
@@ -452,7 +458,7 @@ def section_dense(_: Path | None) -> dict[str, Any]:
         right = torchs[0]().transpose(1, 2).reshape(rows, 1, -1) * sets[0]["gate"].float().sigmoid()
         results[f"decode {rows} x 2048"] = {
             "error": demand(error(sets[0]["out"], right), 6e-3, "dense decode"),
-            "us": timed(ours),
+            **both(ours),
             "sdpa_us": timed(torchs),
         }
     key, value = caches(1, 2048)
@@ -468,9 +474,11 @@ def section_dense(_: Path | None) -> dict[str, Any]:
     results["prefill 2048 causal"] = {
         "error": demand(error(out, right), 6e-3, "dense prefill"),
         "portable error": demand(error(portable, right), 6e-3, "portable dense prefill"),
-        "us": timed([lambda: kernel.attend_prefill(BF16, q, *call)]),
-        "portable_us": timed([lambda: kernel.attend_prefill(BF16, q, *call, kernel.PREFILL)]),
+        **both([lambda: kernel.attend_prefill(BF16, q, *call)]),
+        **both([lambda: kernel.attend_prefill(BF16, q, *call, kernel.PREFILL)], "portable_"),
         "sdpa_us": timed([dense]),
+        **both([lambda: kernel.attend_prefill(BF16, q, *call)], "again_"),
+        "sdpa_again_us": timed([dense]),
     }
     return results
 
@@ -497,7 +505,7 @@ def section_select(vllm: Path | None) -> dict[str, Any]:
             same = (kernel.select(BF16, scores, maxima(scores), past, new) == right).all().item()
             demand(0.0 if same else 1.0, 0.5, f"select {rows} x {count}")
         row = {
-            "us": timed([partial(kernel.select, BF16, s, maxima(s), past, new) for s in sets]),
+            **both([partial(kernel.select, BF16, s, maxima(s), past, new) for s in sets]),
             "torch_us": timed([partial(torch.topk, s[:, 0], 512) for s in sets]),
         }
         if theirs is not None:
@@ -510,6 +518,11 @@ def section_select(vllm: Path | None) -> dict[str, Any]:
             )
         results[f"{rows} x {count}"] = row
     return results
+
+
+def score_and_select(query: Tensor, keys: Tensor, past: Tensor, new: Tensor) -> Tensor:
+    """The best blocks of a row, from the index queries on."""
+    return kernel.select(BF16, *kernel.score(BF16, query, keys, past, new), past, new)
 
 
 def section_score(vllm: Path | None) -> dict[str, Any]:
@@ -532,7 +545,8 @@ def section_score(vllm: Path | None) -> dict[str, Any]:
             "input_sets": len(sets),
             "bytes": rows * count * 260,
             "error": demand(error(got[:1], right), 1e-5, f"score {rows} x {count}"),
-            "us": timed([partial(kernel.score, BF16, *s, past, new) for s in sets]),
+            **both([partial(kernel.score, BF16, *s, past, new) for s in sets]),
+            **both([partial(score_and_select, *s, past, new) for s in sets], "with_select_"),
         }
         if theirs is not None:
             table = torch.arange(rows * count // 64, device="cuda", dtype=torch.int32)
@@ -562,7 +576,7 @@ def section_score(vllm: Path | None) -> dict[str, Any]:
     mask = torch.arange(8192, device="cuda") < seen
     results["prefill 2048 x 8192"] = {
         "error": demand(error(got[0][mask], right[0][mask]), 1e-5, "score prefill"),
-        "us": timed([lambda: kernel.score(BF16, q, keys, past, new)]),
+        **both([lambda: kernel.score(BF16, q, keys, past, new)]),
     }
     return results
 
@@ -644,12 +658,13 @@ def section_prefill(vllm: Path | None) -> dict[str, Any]:
             "error": demand(worst, 6e-3, f"prefill {share}"),
             "from portable": demand(error(out, portable), 6e-3, f"prefill {share}, all rows"),
             "blocks_per_tile": unite()[0].float().mean((0, 1)).tolist(),
-            "us": timed([lambda: kernel.attend_prefill(BF16, q, key, value, *call)]),
-            "unite_us": timed([unite]),
-            "portable_us": timed(
-                [lambda: kernel.attend_prefill(BF16, q, key, value, *call, kernel.PREFILL)]
+            **both([lambda: kernel.attend_prefill(BF16, q, key, value, *call)]),
+            "unite_us": timed([unite], early=False),
+            **both(
+                [lambda: kernel.attend_prefill(BF16, q, key, value, *call, kernel.PREFILL)],
+                "portable_",
             ),
-            "fp8_us": timed([lambda: kernel.attend_prefill(FP8, q, key8, value8, *call)]),
+            **both([lambda: kernel.attend_prefill(FP8, q, key8, value8, *call)], "fp8_"),
         }
         if theirs is not None:
             args = (
@@ -706,7 +721,7 @@ def section_prepare(_: Path | None) -> dict[str, Any]:
                 demand(error(got.index_query, right.index_query), 3e-3, "prepare index query"),
                 demand(error(written, right.key), 3e-3, "prepare key cache"),
             ),
-            "us": timed([call] * 8),
+            **both([call] * 8),
         }
     return results
 

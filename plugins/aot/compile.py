@@ -27,6 +27,10 @@ from plugins.trt.capability import parse_target
 CAPABILITIES = {"8.0": 70, "8.9": 78, "9.0": 80, "10.0": 86, "12.0": 87}
 # Newest CUDA driver branch (major) -> newest PTX version it assembles.
 DRIVER_PTX = {525: 80, 535: 82, 550: 84, 560: 85, 570: 87, 575: 88, 580: 90}
+# Newest CUDA version that a driver knows (`cuDriverGetVersion`) -> its branch.
+CUDA_BRANCH = {
+    12000: 525, 12020: 535, 12040: 550, 12060: 560, 12080: 570, 12090: 575, 13000: 580,
+}  # fmt: skip
 DEFAULT_PTX = 87
 # Most shared memory per block, with the opt-in that a launcher must make above 48 KiB.
 SHARED_BYTES = {"8.0": 163, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
@@ -43,6 +47,8 @@ _TYPES = {
 }
 _FP8_CAPABILITY = (8, 9)
 _CLUSTER_CAPABILITY = (9, 0)
+# What can start a kernel before its predecessor has ended (programmatic dependent launch).
+_EARLY_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,11 @@ class CompiledKernel:
     threads: int
     shared_bytes: int
     digest: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether the kernel may be started early, see `wait_first`."""
+        return re.search(r"\.entry[^{]*\{\s*griddepcontrol\.wait;", self.ptx) is not None
 
     def check(self) -> None:
         """Raise InputError when the PTX is not the one that was compiled."""
@@ -127,6 +138,16 @@ def newest_ptx(driver: int) -> int:
             found=str(driver),
         )
     return max(known)
+
+
+def installed_ptx(cuda: int) -> int:
+    """The PTX version to compile for a driver that knows CUDA up to `cuda`, e.g. 12040 for 12.4:
+    the default, or an older one that the driver assembles.
+
+    Raises InputError for a driver older than the table.
+    """
+    branches = [branch for version, branch in CUDA_BRANCH.items() if version <= cuda]
+    return min(DEFAULT_PTX, newest_ptx(max(branches, default=0)))
 
 
 def compile_kernel(
@@ -200,6 +221,8 @@ def compile_kernel(
     ptx = strip_scratch(compiled.asm["ptx"], spec.name, len(spec.parameters))
     _refuse_unlaunchable(spec, capability, compiled.metadata, static_shared(ptx))
     ptx = in_clusters(ptx, spec.cluster)
+    if (major, minor) >= _EARLY_CAPABILITY:
+        ptx = wait_first(ptx)
     return CompiledKernel(
         name=compiled.metadata.name,
         ptx=ptx,
@@ -222,6 +245,29 @@ def in_clusters(ptx: str, programs: int) -> str:
     if programs == 1:
         return ptx
     return ptx.replace(".reqntid", f".reqnctapercluster {programs}, 1, 1\n.reqntid", 1)
+
+
+def wait_first(ptx: str) -> str:
+    """Make a kernel wait for all kernels before it and then let the next one start, before it does
+    anything else.
+
+    A launcher may then start it while its predecessor still runs, which hides the time that a
+    launch takes; launched in the ordinary way, as TensorRT does, the two instructions do nothing.
+    What is read or written before the wait would have to be left alone by the predecessor, and that
+    is whatever stands in front on the stream: it may produce an input, and its own inputs may lie
+    where this kernel's outputs do, in memory that torch's allocator has given out again. What is
+    done before the next kernel may start, that one takes for done. So all threads of all programs
+    wait first: when a kernel has ended, all before it have, and at any time at most one kernel in
+    front of a waiting one still runs.
+
+    Source: PTX ISA, griddepcontrol.
+    """
+    return re.sub(
+        r"(\.entry[^{]*\{\n)",
+        r"\1\tgriddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;\n",
+        ptx,
+        count=1,
+    )
 
 
 def _refuse_unlaunchable(spec: KernelSpec, capability: str, metadata: Any, declared: int) -> None:

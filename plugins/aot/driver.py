@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugins.aot.compile import CompiledKernel, runs_on
 from plugins.aot.spec import KernelSpec
-from plugins.support.errors import CapabilityError, InputError, ToolchainError
+from plugins.support.errors import CapabilityError, InputError, ToolchainError, UsageError
 
 
 def _driver() -> Any:
@@ -33,6 +33,14 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     if int(status) != 0:
         raise ToolchainError(what, found=str(status))
     return values[0] if values else None
+
+
+def driver_cuda() -> int:
+    """The newest CUDA version that the installed driver knows, e.g. 12040 for 12.4.
+
+    Raises CapabilityError when the driver bindings are missing.
+    """
+    return int(_check(_driver().cuDriverGetVersion(), "the driver does not tell its version"))
 
 
 class LoadedKernel:
@@ -73,6 +81,10 @@ class LoadedKernel:
             ),
             f"not enough shared memory for the kernel {kernel.name}",
         )
+        ids = driver.CUlaunchAttributeID
+        self._early = driver.CUlaunchAttribute()
+        self._early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._early.value.programmaticStreamSerializationAllowed = 1
         self.registers = _check(
             driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function),
             "no attribute",
@@ -83,13 +95,21 @@ class LoadedKernel:
         )
 
     def launch(
-        self, grid: Sequence[int], arguments: Sequence[Tensor | int], overlap: bool = False
+        self, grid: Sequence[int], arguments: Sequence[Tensor | int], early: bool = False
     ) -> None:
         """Launch on torch's current stream; tensors give their address.
 
-        With `overlap` the kernel may start before its predecessor on the stream has ended; it must
-        then wait for it itself (programmatic dependent launch, compute capability 9.0 or newer).
+        With `early` the kernel may start before its predecessor on the stream has ended
+        (programmatic dependent launch), also in a CUDA graph that is captured from the stream.
+
+        Raises UsageError when the kernel does not wait for its predecessor itself.
         """
+        if early and not self.kernel.waits:
+            raise UsageError(
+                "a kernel that does not wait for its predecessor cannot be started early",
+                where=self.kernel.name,
+                fix="compile it with plugins.aot.compile for compute capability 9.0 or newer",
+            )
         driver = self._driver
         values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
         types = tuple(
@@ -100,12 +120,8 @@ class LoadedKernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = self.kernel.threads, 1, 1
         config.sharedMemBytes = self.kernel.shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
-        if overlap:
-            attribute = driver.CUlaunchAttribute()
-            ids = driver.CUlaunchAttributeID
-            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+        if early:
+            config.attrs, config.numAttrs = [self._early], 1
         _check(
             driver.cuLaunchKernelEx(config, self._function, (values, types), 0),
             f"the launch of {self.kernel.name} failed",
@@ -116,9 +132,10 @@ class LoadedKernel:
         spec: KernelSpec,
         tensors: Mapping[str, Tensor],
         values: Mapping[str, int],
-        overlap: bool = False,
+        early: bool = True,
     ) -> None:
-        """Launch with the grid and the argument order of `spec`.
+        """Launch with the grid and the argument order of `spec`; early where the spec says so and
+        the kernel waits itself, unless `early` is false.
 
         Raises InputError when the kernel was compiled for other arguments.
         """
@@ -132,4 +149,5 @@ class LoadedKernel:
             )
         grid = spec.grid(values)
         if all(extent > 0 for extent in grid):
-            self.launch(grid, spec.arguments(tensors, values), overlap)
+            early = early and spec.early and self.kernel.waits
+            self.launch(grid, spec.arguments(tensors, values), early)

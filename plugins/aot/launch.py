@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from plugins.aot.compile import CompiledKernel, compile_kernel
-from plugins.aot.driver import LoadedKernel
+from plugins.aot.compile import CompiledKernel, compile_kernel, installed_ptx
+from plugins.aot.driver import LoadedKernel, driver_cuda
 from plugins.aot.spec import KernelSpec
 
 _PROVIDED: dict[str, CompiledKernel] = {}
@@ -24,18 +24,18 @@ def provide(kernels: Mapping[str, CompiledKernel]) -> None:
 
 
 def launch(spec: KernelSpec, tensors: Mapping[str, Tensor], values: Mapping[str, int]) -> None:
-    """`KernelSpec.launch`, also for kernels whose programs form clusters.
+    """Run a kernel on the tensors' device, or in Triton's interpreter.
 
-    Those, and kernels that not every Triton compiles right, are compiled as for TensorRT, once per
-    process and GPU, and launched through the driver.
+    Where `KernelSpec.as_compiled` says so the kernel is compiled as for TensorRT, once per process
+    and GPU, and launched through the driver; elsewhere by Triton.
 
     Raises CapabilityError when the tensors' GPU lacks the kernel's instructions, or the installed
     Triton is too old for it.
     """
-    if not spec.as_compiled:
+    device = next(iter(tensors.values())).device
+    if device.type != "cuda" or not spec.as_compiled(torch.cuda.get_device_capability(device)):
         spec.launch(tensors, values)
         return
-    device = next(iter(tensors.values())).device
     with torch.cuda.device(device):
         _loaded(spec).run(spec, tensors, values)
 
@@ -47,6 +47,6 @@ def _loaded(spec: KernelSpec) -> LoadedKernel:
         kernel = _PROVIDED.get(spec.key)
         if kernel is None:
             capability = "{}.{}".format(*torch.cuda.get_device_capability())
-            kernel = compile_kernel(spec, capability)
+            kernel = compile_kernel(spec, capability, installed_ptx(driver_cuda()))
         _LOADED[key] = LoadedKernel(kernel)
     return _LOADED[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class KernelSpec:
         needs_triton: oldest Triton whose code for the kernel was seen to work. Where it is newer
             than the oldest one supported, the kernel also runs in process as it is compiled for
             TensorRT: the form that was seen.
+        early: start it before its predecessor has ended, where the launcher can: on compute
+            capability 9.0, and not in TensorRT. Always safe (`plugins.aot.compile.wait_first`). It
+            hides the time of a launch, and costs more than that where a multiprocessor holds
+            several programs: those that come early crowd on the first free ones, which then finish
+            last. So this is for sums and for kernels whose programs each fill a multiprocessor.
         aliases: output -> input that is the same tensor, updated in place. TensorRT passes both
             addresses.
     """
@@ -72,6 +78,7 @@ class KernelSpec:
     registers: int | None = None
     cluster: int = 1
     needs_triton: tuple[int, int] = OLDEST_TRITON
+    early: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,10 +97,13 @@ class KernelSpec:
         """All tensor arguments, inputs first."""
         return self.inputs + self.outputs
 
-    @property
-    def as_compiled(self) -> bool:
-        """Whether torch launches the kernel as it is compiled for TensorRT."""
-        return self.cluster > 1 or self.needs_triton != OLDEST_TRITON
+    def as_compiled(self, capability: tuple[int, int]) -> bool:
+        """Whether torch launches the kernel on a GPU of that compute capability as it is compiled
+        for TensorRT: on 9.0 every one, because each may then start early or let the next one do so,
+        elsewhere those that Triton's launcher or an older Triton cannot do.
+        """
+        special = self.cluster > 1 or self.needs_triton != OLDEST_TRITON
+        return special or capability == HOPPER
 
     def compiles(self) -> bool:
         """Whether the installed Triton makes code for the kernel that works."""
@@ -121,7 +131,7 @@ class KernelSpec:
                 fix="build the engines on this GPU: build-engine build CKPT_DIR ENGINE_DIR",
             )
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Name and a short hash of everything that the compiled kernel depends on."""
         parts = [self.name, self.warps, self.registers, self.cluster]

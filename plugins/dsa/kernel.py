@@ -90,7 +90,8 @@ def score(
     tiles = tiles or score_tiles(steps)
     run = score_run(tiles, batch, steps, count, runs)
     scores = torch.empty((batch, steps, count), dtype=torch.float32, device=index_query.device)
-    plan.score_tokens(g, tiles).launch(
+    launch(
+        plan.score_tokens(g, tiles),
         {
             "index_query": index_query,
             "index_keys": index_keys,
@@ -155,12 +156,15 @@ def select(g: Geometry, scores: Tensor, past: Tensor, new: Tensor) -> Tensor:
 
     (chunk, parts), *levels = select_levels(g, rows, count)
     chosen = empty(parts)
-    plan.select_chunk(g, chunk).launch(
-        {"scores": scores, "past": past, "new": new, "chosen": chosen}, {**sizes, "chunks": parts}
+    launch(
+        plan.select_chunk(g, chunk),
+        {"scores": scores, "past": past, "new": new, "chosen": chosen},
+        {**sizes, "chunks": parts},
     )
     for chunk, parts in levels:
         candidates, chosen = chosen, empty(parts)
-        plan.select_among(g, chunk).launch(
+        launch(
+            plan.select_among(g, chunk),
             {"scores": scores, "candidates": candidates, "chosen": chosen},
             {**sizes, "width": candidates.shape[1], "parts": parts},
         )
@@ -205,7 +209,7 @@ def attend(
     out = torch.empty_like(q_latent)
     if how.splits == 1:
         spec = plan.attend_whole_hopper(g) if how.hopper else plan.attend_whole(g, how.tiles)
-        spec.launch({**inputs, "gate": gate, "out": out}, values)
+        launch(spec, {**inputs, "gate": gate, "out": out}, values)
         return out
     spec = plan.attend_split_hopper(g) if how.hopper else plan.attend_split(g, how.tiles)
     _split(g, spec, inputs, values, how.splits, gate, out)
@@ -229,7 +233,7 @@ def _split(
     }
     values = {**values, "splits": splits}
     launch(spec, {**inputs, **work}, values)
-    plan.merge_splits(g, splits).launch({**work, "gate": gate, "out": out}, values)
+    launch(plan.merge_splits(g, splits), {**work, "gate": gate, "out": out}, values)
 
 
 def window_splits(g: Geometry, rows: int) -> int:
@@ -295,10 +299,12 @@ def attend_window(
         "tile_sum": torch.empty(stats, dtype=torch.float32, device=device),
     }
     values = {"S": steps, "R": cache.shape[-2], "query_blocks": blocks, "B": batch}
-    plan.window_scores(g, tiles).launch(
-        {"q_latent": q_latent, "q_rope": q_rope, **call, **work}, values
+    launch(
+        plan.window_scores(g, tiles),
+        {"q_latent": q_latent, "q_rope": q_rope, **call, **work},
+        values,
     )
-    plan.window_values(g, tiles).launch({**work, **call, "gate": gate, "out": out}, values)
+    launch(plan.window_values(g, tiles), {**work, **call, "gate": gate, "out": out}, values)
     return out
 
 
@@ -333,7 +339,8 @@ def attend_dense(
         spec = plan.attend_dense_hopper(g)
     else:
         spec = plan.attend_dense(g, tiles or DenseTiles())
-    spec.launch(
+    launch(
+        spec,
         {
             "q_nope": q_nope,
             "q_rope": q_rope,

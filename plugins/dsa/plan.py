@@ -117,6 +117,7 @@ def attend_split(g: Geometry, tiles: AttendTiles = AttendTiles()) -> KernelSpec:
         scalars=("S", "C", "K", "splits"),
         outputs=_parts(),
         constants=constants,
+        early=True,
         grid=lambda v: (head_blocks, v["splits"], v["rows"]),
         warps=tiles.warps,
     )
@@ -189,6 +190,7 @@ def _window_hopper(
         grid=lambda v: (programs, *(v[name] for name in splits), v["rows"]),
         warps=4,
         cluster=HOPPER_PAIR,
+        early=bool(splits),
     )
 
 
@@ -230,6 +232,7 @@ def merge_splits(g: Geometry, most_splits: int) -> KernelSpec:
             "BLOCK_L": power(g.latent),
             "SPLITS": splits,
         },
+        early=True,
         grid=lambda v: (ceil_div(g.heads, heads), v["rows"]),
         warps=4 if splits <= 8 else 8,
     )
@@ -295,6 +298,7 @@ def select_chunk(g: Geometry, chunk: int) -> KernelSpec:
         scalars=("S", "N", "chunks"),
         outputs=(Argument("chosen", "int32"),),
         constants=_selection(g, chunk),
+        early=True,
         grid=lambda v: (v["chunks"], v["rows"]),
         warps=_selection_warps(chunk),
     )
@@ -309,6 +313,7 @@ def select_among(g: Geometry, chunk: int) -> KernelSpec:
         scalars=("N", "width", "parts"),
         outputs=(Argument("chosen", "int32"),),
         constants=_selection(g, chunk),
+        early=True,
         grid=lambda v: (v["parts"], v["rows"]),
         warps=_selection_warps(chunk),
     )

@@ -149,7 +149,7 @@ def score(
         tensors[name] = index_query.new_empty(shape, dtype=torch.float32)
     spec = plan.score_blocks(g, min(steps, SCORE_ROWS), score_tile(group), group)
     tiles = score_tiles(batch, steps, count)
-    spec.launch(tensors, {"S": steps, "NB": count, "tiles": tiles, "batch": batch})
+    launch(spec, tensors, {"S": steps, "NB": count, "tiles": tiles, "batch": batch})
     return tensors["scores"], tensors.get("maxima")
 
 
@@ -177,7 +177,7 @@ def select(g: Geometry, scores: Tensor, maxima: Tensor | None, past: Tensor, new
     if maxima is not None:
         tensors["maxima"] = maxima
     tensors["ids"] = torch.empty((batch, steps, g.blocks), dtype=torch.int32, device=scores.device)
-    select_spec(g, count).launch(tensors, {"S": steps, "NB": count, "rows": batch * steps})
+    launch(select_spec(g, count), tensors, {"S": steps, "NB": count, "rows": batch * steps})
     return tensors["ids"]
 
 
@@ -221,7 +221,7 @@ def attend_decode(
     }
     values = {"S": steps, "C": key_cache.shape[2], "rows": rows, "splits": how.splits}
     if how.splits == 1:
-        plan.attend_whole(g, how.tiles, interleaved).launch(tensors, values)
+        launch(plan.attend_whole(g, how.tiles, interleaved), tensors, values)
         return out
     device = query.device
     tensors["partial"] = torch.empty(
@@ -230,16 +230,16 @@ def attend_decode(
     tensors["partial_lse"] = torch.empty(
         (how.splits, rows, heads), dtype=torch.float32, device=device
     )
-    decode_partial(g, how).launch(tensors, values)
-    plan.merge_splits(g, how.splits, interleaved).launch(tensors, values)
+    launch(decode_partial(g, how), tensors, values)
+    launch(plan.merge_splits(g, how.splits, interleaved), tensors, values)
     return out
 
 
-def decode_partial(g: Geometry, how: DecodePlan, overlap: bool = False) -> KernelSpec:
+def decode_partial(g: Geometry, how: DecodePlan) -> KernelSpec:
     """The kernel that computes the partial outputs of a split plan."""
     if how.once:
-        return plan.attend_once(g, how.tiles.columns, how.tiles.warps, overlap)
-    return plan.attend_split(g, how.tiles, overlap)
+        return plan.attend_once(g, how.tiles.columns, how.tiles.warps)
+    return plan.attend_split(g, how.tiles)
 
 
 def unite(
@@ -263,7 +263,8 @@ def unite(
     counts = torch.empty((batch, tiles, 3), dtype=torch.int32, device=device)
     entries = torch.empty((batch, tiles, 3, rows // 2 * g.blocks), dtype=torch.int32, device=device)
     marks = torch.empty((batch, tiles, count), dtype=torch.int32, device=device)
-    plan.unite_blocks(g, rows).launch(
+    launch(
+        plan.unite_blocks(g, rows),
         {
             "blocks": blocks,
             "past": past,
@@ -321,9 +322,9 @@ def attend_prefill(
     if how.hopper:
         launch(plan.attend_hopper(g, rows, interleaved), tensors, values)
         return out
-    plan.attend_tile(g, rows, how.together, interleaved).launch(tensors, values)
-    plan.attend_apart(g, rows, how.apart, interleaved).launch(tensors, values)
-    plan.attend_dense(g, how.lines, how.dense, interleaved).launch(tensors, values)
+    launch(plan.attend_tile(g, rows, how.together, interleaved), tensors, values)
+    launch(plan.attend_apart(g, rows, how.apart, interleaved), tensors, values)
+    launch(plan.attend_dense(g, how.lines, how.dense, interleaved), tensors, values)
     return out
 
 
@@ -390,7 +391,8 @@ def prepare(
         ),
     )
     names = ("q_weight", "k_weight", "index_q_weight", "index_k_weight")
-    plan.prepare(g, rotary, eps).launch(
+    launch(
+        plan.prepare(g, rotary, eps),
         {
             "q_gate": q_gate,
             "key": key,

@@ -100,7 +100,7 @@ def attend_whole(g: Geometry, tiles: Tiles, interleaved_gate: bool = False) -> K
     )
 
 
-def attend_once(g: Geometry, tokens: int, warps: int, overlap: bool = False) -> KernelSpec:
+def attend_once(g: Geometry, tokens: int, warps: int) -> KernelSpec:
     """Decode attention of a few rows, one tile per program. Grid names: rows."""
     constants = attention_constants(g, Tiles(tokens, warps, 1))
     del constants["FP8"]
@@ -110,7 +110,8 @@ def attend_once(g: Geometry, tokens: int, warps: int, overlap: bool = False) -> 
         inputs=_attention_inputs(g),
         scalars=("S", "C", "rows"),
         outputs=(Argument("partial", "float32"), Argument("partial_lse", "float32")),
-        constants={**constants, "DOT": dot_type(g), "OVERLAP": overlap},
+        constants={**constants, "DOT": dot_type(g)},
+        early=True,
         grid=lambda v: (v["rows"] * g.kv_heads, once_splits(g, tokens)),
         warps=warps,
     )
@@ -121,7 +122,7 @@ def once_splits(g: Geometry, tokens: int) -> int:
     return triton.cdiv(g.blocks * g.ratio + g.ratio - 1, tokens)
 
 
-def attend_split(g: Geometry, tiles: Tiles, overlap: bool = False) -> KernelSpec:
+def attend_split(g: Geometry, tiles: Tiles) -> KernelSpec:
     """Decode attention over `splits` runs of columns. Grid names: rows, splits."""
     return KernelSpec(
         name="qsa_attend_split",
@@ -133,17 +134,16 @@ def attend_split(g: Geometry, tiles: Tiles, overlap: bool = False) -> KernelSpec
             **attention_constants(g, tiles),
             "DOT": dot_type(g),
             "STAGES": tiles.stages,
-            "OVERLAP": overlap,
         },
+        # Two float8 programs share a multiprocessor.
+        early=not g.fp8,
         grid=lambda v: (v["rows"] * g.kv_heads, v["splits"]),
         warps=tiles.warps,
         registers=tiles.registers,
     )
 
 
-def merge_splits(
-    g: Geometry, most_splits: int, interleaved_gate: bool = False, overlap: bool = False
-) -> KernelSpec:
+def merge_splits(g: Geometry, most_splits: int, interleaved_gate: bool = False) -> KernelSpec:
     """Gated sum of up to `most_splits` partial outputs. Grid names: rows."""
     splits = _power(most_splits, 2)
     # The more splits, the fewer channels per program: its loads are all in flight at once.
@@ -165,8 +165,8 @@ def merge_splits(
             "PART": part,
             "SPLITS": splits,
             **_gate_constants(g, interleaved_gate),
-            "OVERLAP": overlap,
         },
+        early=True,
         grid=lambda v: (v["rows"], g.heads * (g.width // part)),
         warps=2 if splits <= 4 else 1 if splits <= 16 else 4,
     )
@@ -227,6 +227,7 @@ def select_row(g: Geometry, width: int, warps: int, log2_bins: int = 8) -> Kerne
             "N": _power(width, g.blocks),
             "LOG2_BINS": log2_bins,
         },
+        early=True,
         grid=lambda v: (v["rows"],),
         warps=warps,
     )
@@ -249,6 +250,7 @@ def select_grouped(
             "N": _power(width, g.blocks),
             "LOG2_BINS": log2_bins,
         },
+        early=True,
         grid=lambda v: (v["rows"],),
         warps=warps,
     )
@@ -349,6 +351,7 @@ def attend_hopper(g: Geometry, rows: int, interleaved_gate: bool = False) -> Ker
         function=hopper.attend,
         # Compiled by 3.6 it is suspected of never ending on an H200, see benchmarks/README.md.
         needs_triton=(3, 9),
+        early=True,
         scalars=(*tile.scalars, "batch"),
         constants={
             **_head_constants(g),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Finite stand-in for minus infinity: the difference of two of them is 0, not NaN.
@@ -266,7 +265,6 @@ def attend_split(
     FP8: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One split of one row and key head: partial output and base-2 log-sum-exp.
 
@@ -290,8 +288,6 @@ def attend_split(
     keys = k_cache + cache_at
     values = v_cache + cache_at
     at = (split * rows + row).to(tl.int64) * HQ + kv_head * GROUP + heads
-    if OVERLAP:
-        gdc_launch_dependents()
     if FP8:
         even_query = _load_query(q, slot, step, S, kv_head * GROUP, 0, 2, HQ, GROUP, D, HEADS, DOT)
         odd_query = _load_query(q, slot, step, S, kv_head * GROUP, 1, 2, HQ, GROUP, D, HEADS, DOT)
@@ -404,12 +400,10 @@ def attend_once(
     SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
     DOT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """`attend_split` with one tile per split and no loop: the least latency for a few rows.
 
-    Grid (rows * HK, cdiv(K * RATIO + RATIO - 1, TOKENS)). With OVERLAP the next kernel may start
-    before this one has ended.
+    Grid (rows * HK, cdiv(K * RATIO + RATIO - 1, TOKENS)).
     """
     row = tl.program_id(0) // HK
     kv_head = tl.program_id(0) % HK
@@ -425,8 +419,6 @@ def attend_once(
     live = heads[:, None] < GROUP
     query_at = (slot * HQ + kv_head * GROUP + heads[:, None]).to(tl.int64) * S + step
     query = tl.load(q + query_at * D + dims[None, :], mask=live, other=0.0).to(DOT)
-    if OVERLAP:
-        gdc_launch_dependents()
     block = tl.where(entry < kept, block, -1)
     columns = position + 1 - (visible - kept) * RATIO
     token, used = _tokens(block, column, kept, visible, position, columns, RATIO)
@@ -460,12 +452,10 @@ def merge_splits(
     SPLITS: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
     GATE_OFFSET: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Weighted sum of the splits of one row and head, gated. Grid (rows, HQ * D / PART).
 
-    SPLITS: power of two, at least `splits`. gate and out as in `attend_whole`. With OVERLAP the
-    kernel may have been started before its predecessor ended.
+    SPLITS: power of two, at least `splits`. gate and out as in `attend_whole`.
     """
     at = tl.program_id(0).to(tl.int64) * HQ + tl.program_id(1) // (D // PART)
     dims = tl.program_id(1) % (D // PART) * PART + tl.arange(0, PART)
@@ -473,8 +463,6 @@ def merge_splits(
     split = tl.arange(0, SPLITS)
     there = split < splits
     part = split.to(tl.int64) * rows * HQ + at
-    if OVERLAP:
-        gdc_wait()
     lse = tl.load(partial_lse + part, mask=there, other=LOWEST)
     value = tl.load(partial + part[:, None] * D + dims[None, :], mask=there[:, None], other=0.0)
     # A row without any token has LOWEST everywhere: equal weights on zeros give zeros.
