@@ -1,4 +1,4 @@
-"""Launch compiled kernels through the CUDA driver, exactly as TensorRT does.
+"""Launch compiled kernels through the CUDA driver, with the arguments that TensorRT passes.
 
 Arguments are the device addresses of the inputs, 32-bit integers and the device addresses of the
 outputs, nothing else.
