@@ -31,6 +31,8 @@ from converters.checkpoint.source import SourceCheckpoint
 from converters.checkpoint.tokenizer_files import TokenizerFiles
 from converters.checkpoint.write import (
     OutputFile,
+    Task,
+    cut_of,
     memory_line,
     peak_bytes,
     run_tasks,
@@ -313,7 +315,7 @@ def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
     """Write the checkpoint of a plan to `ckpt_dir`."""
     tasks = split_tasks(plan.recipes)
     start = time.monotonic()
-    fingerprint = _fingerprint(plan)
+    fingerprint = _fingerprint(plan, tasks)
     with resumable_directory(ckpt_dir, fingerprint, "checkpoint directory") as partial:
         with (
             OutputFile(partial.work / WEIGHTS_FILE, plan.outputs) as file,
@@ -385,8 +387,10 @@ def _kept_formats(modules: Sequence[Module], request: Quantize, hf_dir: Path) ->
     ]
 
 
-def _fingerprint(plan: ConversionPlan) -> str:
-    """Changes with the source, the target layout and the type, not with the number of workers."""
+def _fingerprint(plan: ConversionPlan, tasks: Sequence[Task]) -> str:
+    """Changes with the source, the target layout, the type and the tasks that the journal counts,
+    not with the number of workers.
+    """
     digest = hashlib.sha256(plan.config.model_dump_json().encode())
     for recipe in plan.recipes:
         outputs = [(output.name, output.dtype.name, output.shape) for output in recipe.outputs]
@@ -396,4 +400,5 @@ def _fingerprint(plan: ConversionPlan) -> str:
     if plan.calibration is not None:
         digest.update(plan.calibration.identity().digest.encode())
     digest.update(repr(plan.stamps).encode())
+    digest.update(cut_of(tasks).encode())
     return digest.hexdigest()

@@ -20,6 +20,7 @@ from typing import Any
 from safetensors.torch import save
 
 from converters.checkpoint.config import TOKENIZER_DIR, WEIGHTS_FILE
+from converters.checkpoint.copying import copy, copy_memory
 from converters.checkpoint.disk import require_space
 from converters.checkpoint.header import Shape, TensorEntry, read_header
 from converters.checkpoint.hf_layout import HfLayout
@@ -29,7 +30,7 @@ from converters.checkpoint.recipe import Output, Part, Recipe, Wanted
 from converters.checkpoint.source import INDEX_FILE, QUANT_CONFIG
 from converters.checkpoint.write import (
     OutputFile,
-    copy_memory,
+    cut_of,
     memory_line,
     peak_bytes,
     run_tasks,
@@ -174,18 +175,25 @@ def execute(plan: ExportPlan, out_dir: Path) -> ExportReport:
     start = time.monotonic()
     total = plan.bytes_written
     sources = [(recipe.outputs, recipe.sources) for group in plan.groups for recipe in group]
-    facts = (plan.stamp, sources, plan.layout.config, plan.inline)
+    groups = [split_tasks(group) for group in plan.groups]
+    cuts = [cut_of(tasks) for tasks in groups]
+    facts = (plan.stamp, sources, plan.layout.config, plan.inline, cuts)
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     with (
         resumable_directory(out_dir, fingerprint, "checkpoint directory") as partial,
         progress("export", total, "bytes") as bar,
     ):
         first = 0
-        for name, group in zip(plan.files, plan.groups, strict=True):
-            tasks = split_tasks(group)
+        for name, group, tasks in zip(plan.files, plan.groups, groups, strict=True):
             with OutputFile(partial.work / name, [recipe.outputs[0] for recipe in group]) as file:
                 run_tasks(
-                    tasks, partial, file, operations={}, workers=plan.workers, bar=bar, first=first
+                    tasks,
+                    partial,
+                    file,
+                    operations={"copy": copy},
+                    workers=plan.workers,
+                    bar=bar,
+                    first=first,
                 )
             first += len(tasks)
         if _stamp(plan.ckpt_dir) != plan.stamp:

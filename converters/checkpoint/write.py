@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from converters.checkpoint.header import TensorEntry, build_header
 from converters.checkpoint.partial import Partial
 from converters.checkpoint.recipe import Output, Recipe
-from plugins.support.dtypes import DType
 from plugins.support.errors import InputError, UsageError
 from plugins.support.progress import Reporter
 
@@ -27,11 +26,6 @@ CHUNK_BYTES = 16 * 1024 * 1024
 _PLAN_BYTES_PER_TENSOR = 1200
 # Libraries' buffers, threads, and what the memory allocator keeps of freed pieces, as a factor.
 _FIXED_BYTES, _ALLOCATOR = 24 * 1024 * 1024, 2
-# Elements that are checked and cast at a time: several passes over them stay in the cache.
-_CAST_ELEMENTS = 256 * 1024
-# Of each: as read, widened for checks, cast, its bits, and in a wider row.
-_CAST_BYTES_PER_ELEMENT = 32
-_INTEGERS = {16: torch.int16, 32: torch.int32}
 
 
 def worker_count(workers: int | None) -> int:
@@ -68,19 +62,7 @@ def written_line(directory: Path, seconds: float, nbytes: int) -> str:
     return f"written to {directory} in {seconds:.1f} s ({rate:.0f} MB/s)"
 
 
-def copy_memory(recipe: Recipe) -> int:
-    """Bytes that `copy` needs for the largest source of a recipe."""
-    if not recipe.sources:
-        return 0
-    dtype = recipe.outputs[0].dtype
-    if recipe.positive or recipe.room or any(e.dtype != dtype for e in recipe.sources):
-        row = recipe.room[-1] if recipe.room else 1
-        elements = max(math.prod(entry.shape) for entry in recipe.sources)
-        return min(elements, max(_CAST_ELEMENTS, row)) * _CAST_BYTES_PER_ELEMENT
-    return min(CHUNK_BYTES // 4, max(entry.nbytes for entry in recipe.sources))
-
-
-class _Buffers(threading.local):
+class Buffers(threading.local):
     """Memory that a thread uses again: fresh pages cost more than the work done in them."""
 
     def __init__(self) -> None:
@@ -95,7 +77,7 @@ class _Buffers(threading.local):
         return kept[:size].view(dtype)
 
 
-_buffers = _Buffers()
+buffers = Buffers()
 
 
 @dataclass(frozen=True)
@@ -117,16 +99,26 @@ class Segment:
         The tensor is valid until the same thread reads again.
         """
         dtype = self.entry.dtype
-        data = _buffers.of("read", torch.uint8, dtype.nbytes(count))
-        view = memoryview(data.numpy().data)
-        position = self.entry.offset + dtype.nbytes(self.start + start)
+        data = buffers.of("read", torch.uint8, dtype.nbytes(count))
         with self.entry.file.open("rb", buffering=0) as file:
-            while view:
-                got = os.preadv(file.fileno(), [view], position)
-                if got == 0:
-                    raise _ended_early(self.entry)
-                view, position = view[got:], position + got
+            self.read_into(memoryview(data.numpy().data), start, file.fileno())
         return data.view(dtype.torch)
+
+    def read_into(self, view: memoryview, start: int, descriptor: int) -> None:
+        """Fill `view` from element `start` on; `descriptor` is the open file.
+
+        Raises InputError when the file has become too short.
+        """
+        position = self.position(start)
+        while view:
+            got = os.preadv(descriptor, [view], position)
+            if got == 0:
+                raise ended_early(self.entry)
+            view, position = view[got:], position + got
+
+    def position(self, start: int) -> int:
+        """Offset in the file of an element of the piece."""
+        return self.entry.offset + self.entry.dtype.nbytes(self.start + start)
 
 
 class OutputFile:
@@ -185,7 +177,14 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of work: source pieces in order, and where the results begin in each output."""
+    """One piece of work: source pieces in order, and where the results begin in each output.
+
+    Attributes:
+        recipe: what is done to them.
+        segments: the pieces; of a copy, of one type.
+        matrix: number of the matrix that is quantised.
+        start: of a copy: element of the output where the first piece goes.
+    """
 
     recipe: Recipe
     segments: tuple[Segment, ...]
@@ -197,22 +196,50 @@ class Task:
         """Bytes to read."""
         return sum(segment.nbytes for segment in self.segments)
 
+    def placed(self) -> Iterator[tuple[Segment, int]]:
+        """The pieces of a copy, each with the element of the output where it goes."""
+        start = self.start
+        for segment in self.segments:
+            yield segment, start
+            start += math.prod(self.recipe.room) if self.recipe.room else segment.count
+
 
 def split_tasks(recipes: Sequence[Recipe]) -> list[Task]:
-    """Independent tasks: one per source tensor of a copy, one per matrix of a quantisation."""
+    """Independent tasks: as many source tensors of a copy as make a chunk, a matrix to quantise.
+
+    A task costs more than the bytes of most tensors: scales are single numbers, and a checkpoint
+    has a hundred thousand of them.
+    """
     tasks = []
     for recipe in recipes:
         if not recipe.sources:
             tasks.append(Task(recipe, (), 0, 0))
         elif recipe.operation in ("copy", "reciprocal"):
-            start = 0
-            for entry in recipe.sources:
-                count = math.prod(entry.shape)
-                tasks.append(Task(recipe, (Segment(entry, 0, count),), 0, start))
-                start += math.prod(recipe.room) if recipe.room else count
+            tasks += _copy_tasks(recipe)
         else:
             tasks += _matrix_tasks(recipe)
     return tasks
+
+
+def _copy_tasks(recipe: Recipe) -> Iterator[Task]:
+    whole = Task(recipe, tuple(Segment(e, 0, math.prod(e.shape)) for e in recipe.sources), 0, 0)
+    group: list[Segment] = []
+    start = size = 0
+    for segment, place in whole.placed():
+        full = size + segment.nbytes > CHUNK_BYTES
+        if group and (full or segment.entry.dtype != group[0].entry.dtype):
+            yield Task(recipe, tuple(group), 0, start)
+            group, size = [], 0
+        if not group:
+            start = place
+        group.append(segment)
+        size += segment.nbytes
+    yield Task(recipe, tuple(group), 0, start)
+
+
+def cut_of(tasks: Sequence[Task]) -> str:
+    """Changes with how the work is divided: numbers of one division mean nothing in another."""
+    return repr([(task.matrix, task.start, len(task.segments)) for task in tasks])
 
 
 def _matrix_tasks(recipe: Recipe) -> list[Task]:
@@ -261,8 +288,8 @@ class Counts:
                 counter[name] += count
 
 
-# What an operation that computes does: (task, file, report of bytes read, counts).
-Compute = Callable[[Task, OutputFile, Callable[[int], None], Counts], None]
+# What an operation does: (task, file, report of bytes read, counts).
+Operate = Callable[[Task, OutputFile, Callable[[int], None], Counts], None]
 
 
 def run_tasks(
@@ -270,7 +297,7 @@ def run_tasks(
     partial: Partial,
     file: OutputFile,
     *,
-    operations: dict[str, Compute],
+    operations: dict[str, Operate],
     workers: int,
     bar: Reporter,
     first: int = 0,
@@ -295,11 +322,8 @@ def run_tasks(
         # Workers share the cores; threads inside an operation would only wait for each other.
         torch.set_num_threads(1)
         try:
-            if task.recipe.operation == "copy":
-                copy(task, file, lambda amount: advance(amount, name), counts)
-            else:
-                operation = operations[task.recipe.operation]
-                operation(task, file, lambda amount: advance(amount, name), counts)
+            operation = operations[task.recipe.operation]
+            operation(task, file, lambda amount: advance(amount, name), counts)
             with lock:
                 partial.mark(first + number)
         except BaseException:
@@ -325,105 +349,8 @@ def run_tasks(
     return counts
 
 
-def copy(task: Task, file: OutputFile, advance: Callable[[int], None], counts: Counts) -> None:
-    """Copy or cast one source tensor into its place, zeros behind it where it has more room.
-
-    Raises InputError when a value does not fit the target type, or a scale is not positive.
-    """
-    (segment,) = task.segments
-    output = task.recipe.outputs[0]
-    # Zero rows need no writing: a new file is all zeros.
-    columns = segment.entry.shape[-1] if segment.entry.shape else 1
-    wide = task.recipe.room[-1] if task.recipe.room else columns
-    if segment.entry.dtype == output.dtype and not task.recipe.positive and wide == columns:
-        _copy_bytes(segment, file, file.position(output.name, task.start), advance)
-        return
-    step = _CAST_ELEMENTS if wide == columns else max(_CAST_ELEMENTS // columns, 1) * columns
-    for start in range(0, segment.count, step):
-        count = min(step, segment.count - start)
-        values = segment.read(start, count)
-        if task.recipe.positive:
-            _check_positive(values, segment.entry)
-        if segment.entry.dtype != output.dtype:
-            values = _cast(values, output.dtype, segment.entry, output.name, counts)
-        if wide != columns:
-            rows = values.new_zeros(count // columns, wide)
-            rows[:, :columns] = values.view(-1, columns)
-            values = rows
-        file.write(output.name, task.start + start // columns * wide, values)
-        advance(segment.entry.dtype.nbytes(count))
-
-
-def _copy_bytes(
-    segment: Segment, file: OutputFile, target: int, advance: Callable[[int], None]
-) -> None:
-    entry = segment.entry
-    position = entry.offset + entry.dtype.nbytes(segment.start)
-    left = segment.nbytes
-    with entry.file.open("rb", buffering=0) as source:
-        in_kernel = True
-        while left:
-            size = min(left, 4 * CHUNK_BYTES)
-            if in_kernel:
-                try:
-                    done = os.copy_file_range(
-                        source.fileno(), file.descriptor, size, position, target
-                    )
-                except OSError:
-                    # Not between these file systems.
-                    in_kernel = False
-                    continue
-            else:
-                data = os.pread(source.fileno(), min(size, CHUNK_BYTES // 4), position)
-                done = os.pwrite(file.descriptor, data, target) if data else 0
-            if done == 0:
-                raise _ended_early(entry)
-            position, target, left = position + done, target + done, left - done
-            advance(done)
-
-
-def _cast(
-    values: torch.Tensor, dtype: DType, entry: TensorEntry, name: str, counts: Counts
-) -> torch.Tensor:
-    result = _buffers.of("cast", dtype.torch, values.numel()).copy_(values)
-    source, target = torch.finfo(values.dtype), torch.finfo(dtype.torch)
-    if source.max <= target.max and source.smallest_normal >= target.smallest_normal:
-        return result
-    # Magnitudes of floating-point numbers are ordered as their bits are, which compare quicker.
-    bits = result.view(_INTEGERS[dtype.bits]) & (1 << (dtype.bits - 1)) - 1
-    infinity, smallest = (
-        int(torch.tensor(value, dtype=dtype.torch).view(_INTEGERS[dtype.bits]))
-        for value in (torch.inf, target.smallest_normal)
-    )
-    if int(bits.amax()) >= infinity:
-        overflow = int((values.isfinite() & ~result.isfinite()).sum())
-        if overflow:
-            raise InputError(
-                f"{overflow} values do not fit into {dtype.name}",
-                where=f"{entry.file}: {entry.name}",
-                expected=f"magnitudes up to {target.max:g}",
-                found=f"{float(values[values.isfinite()].abs().max()):g}",
-                fix="convert to bfloat16 or float32",
-            )
-    below = int(torch.count_nonzero(bits < smallest))
-    zeros = values.numel() - int(torch.count_nonzero(values))
-    counts.narrowed(name, below - zeros)
-    return result
-
-
-def _check_positive(values: torch.Tensor, entry: TensorEntry) -> None:
-    wide = values.float()
-    bad = int((~((wide > 0) & wide.isfinite())).sum())
-    if bad:
-        raise InputError(
-            f"{bad} scales are zero, negative or not finite",
-            where=f"{entry.file}: {entry.name}",
-            expected="finite numbers above zero",
-            fix="the checkpoint was quantised wrongly; a default of 1 would give wrong text",
-        )
-
-
-def _ended_early(entry: TensorEntry) -> InputError:
+def ended_early(entry: TensorEntry) -> InputError:
+    """The error for a file that has fewer bytes than its header said."""
     return InputError(
         "the file became shorter while it was read", where=f"{entry.file}: {entry.name}"
     )

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from converters.checkpoint.copying import copy, copy_memory
 from converters.checkpoint.header import TensorEntry
 from converters.checkpoint.recipe import Recipe
 from converters.checkpoint.write import (
     CHUNK_BYTES,
-    Compute,
     Counts,
+    Operate,
     OutputFile,
     Segment,
     Task,
-    copy_memory,
 )
 from converters.quantization import fp8, nvfp4
 from converters.quantization.magnitude import largest_magnitude
@@ -78,17 +78,19 @@ def quantize_fp8_blocks(task: Task, file: OutputFile, advance: Advance, counts: 
 
 def take_reciprocal(task: Task, file: OutputFile, advance: Advance, counts: Counts) -> None:
     """Scales that a file holds as 1 / x."""
-    (segment,) = task.segments
-    values = segment.read(0, segment.count)
-    if not bool(((values > 0) & values.isfinite()).all()):
-        raise InputError(
-            "a reciprocal scale is zero, negative or not finite",
-            where=f"{segment.entry.file}: {segment.entry.name}",
-            expected="finite numbers above zero",
-            fix="the checkpoint was quantised wrongly; a default of 1 would give wrong text",
-        )
-    file.write(task.recipe.outputs[0].name, task.start, 1.0 / values)
-    advance(segment.nbytes)
+    results = []
+    for segment in task.segments:
+        values = segment.read(0, segment.count)
+        if not bool(((values > 0) & values.isfinite()).all()):
+            raise InputError(
+                "a reciprocal scale is zero, negative or not finite",
+                where=f"{segment.entry.file}: {segment.entry.name}",
+                expected="finite numbers above zero",
+                fix="the checkpoint was quantised wrongly; a default of 1 would give wrong text",
+            )
+        results.append(1.0 / values)
+    file.write(task.recipe.outputs[0].name, task.start, torch.cat(results))
+    advance(task.nbytes)
 
 
 def write_ones(task: Task, file: OutputFile, advance: Advance, counts: Counts) -> None:
@@ -98,7 +100,8 @@ def write_ones(task: Task, file: OutputFile, advance: Advance, counts: Counts) -
     advance(0)
 
 
-OPERATIONS: dict[str, Compute] = {
+OPERATIONS: dict[str, Operate] = {
+    "copy": copy,
     "ones": write_ones,
     "nvfp4": quantize_nvfp4,
     "fp8": quantize_fp8,

@@ -271,10 +271,11 @@ def test_interrupted_conversion_ends_with_the_same_bytes(
 ):
     whole = converted(deterministic_checkpoint, tmp_path / "whole")
     plan = plan_conversion(deterministic_checkpoint, tmp_path / "ckpt", workers=1)
-    from converters.checkpoint import partial, write
+    from converters.checkpoint import partial
+    from converters.quantization.operations import OPERATIONS
 
     copied: list[str] = []
-    real_copy, real_mark = write.copy, partial.Partial.mark
+    real_copy, real_mark = OPERATIONS["copy"], partial.Partial.mark
 
     def copy(task, *rest):
         copied.append(task.segments[0].entry.name)
@@ -285,7 +286,7 @@ def test_interrupted_conversion_ends_with_the_same_bytes(
             raise KeyboardInterrupt
         real_mark(self, task)
 
-    monkeypatch.setattr(write, "copy", copy)
+    monkeypatch.setitem(OPERATIONS, "copy", copy)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(partial.Partial, "mark", mark)
         execute(plan, tmp_path / "ckpt")
