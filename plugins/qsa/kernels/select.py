@@ -118,7 +118,8 @@ def _store_best(
     place = (before & 0xFFFF).to(tl.int32) + tl.minimum(equals, missing)
     place = tl.where(above | (equal & (equals < missing)), place, -1)
     tl.debug_barrier()
-    tl.store(out + place, ids, mask=place >= 0)
+    # More than K only where a score is NaN: whatever the scores, nothing else is overwritten.
+    tl.store(out + place, ids, mask=(place >= 0) & (place < K))
     return threshold + (missing == 0).to(tl.int32)
 
 

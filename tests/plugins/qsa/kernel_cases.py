@@ -170,6 +170,33 @@ def test_selection_is_exact_and_lowest_id_wins(
         assert not torch.equal(got[6], 100 - flipped[6].flip(-1))
 
 
+@pytest.mark.parametrize("group", [0, 4])
+def test_scores_that_are_no_numbers_spoil_their_own_row_only(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if group:
+        monkeypatch.setattr(kernel, "SELECT_WHOLE", 32)
+        monkeypatch.setattr(kernel, "SELECT_GROUPS", 128 // group)
+    past, new = ints(399, 399, 399, 399), ints(1, 1, 1, 1)
+    scores = torch.rand(4, 1, 101)
+    scores[1][torch.rand(1, 101) < 0.5] = float("nan")
+    scores[2] = float("inf")
+    visible = reference.visible_blocks(positions(past, new, 1), G.ratio)
+    # Maxima that leave NaN out, as the largest of numbers does on a GPU.
+    maxima = maxima_of(scores.nan_to_num(0.0), visible, group) if group else None
+    tensors = {"scores": widened(scores), "past": past, "new": new}
+    if maxima is not None:
+        tensors["maxima"] = maxima
+    room = torch.full((6, 1, G.blocks), -7, dtype=torch.int32)
+    spec = kernel.select_spec(G, 104)
+    spec.launch(tensors | {"ids": room[1:5]}, {"S": 1, "NB": 104, "rows": 4})
+    assert (room[0] == -7).all() and (room[5] == -7).all()
+    for row in room[1:5, 0]:
+        assert len(row.unique()) == G.blocks and row.min() >= 0 and row.max() < 100
+    wanted = reference.select_blocks(scores, visible, G.blocks)
+    assert torch.equal(room[1:5][[0, 2, 3]], wanted[[0, 2, 3]])
+
+
 def test_selection_with_few_blocks_and_many_steps() -> None:
     past, new, steps = ints(0, 9), ints(6, 6), 6
     scores = torch.rand(2, steps, 5)
