@@ -62,7 +62,7 @@ class Prompt:
                     "a text prompt needs a tokenizer and the engine directory has none",
                     fix="give --tokenizer DIR, or the prompt as --ids 1,2,3",
                 )
-            return tokenizer.encode(self.text, add_special_tokens=True, want_offsets=False).ids
+            return list(tokenizer.encode(self.text, True, False).ids)
         if self.ids is not None:
             return _parse_ids(self.ids, "--ids")
         assert self.ids_file is not None

@@ -54,6 +54,9 @@ def read_rows(tensors: Mapping[str, Array], fields: Mapping[str, Field]) -> list
             raise problem(field.name, "has the wrong shape", expected=f"[{batch}, …]",
                           found=list(array.shape))  # fmt: skip
         if field.scalar and array.size == batch:
+            if batch == 1:
+                rows[0][field.name] = _element(field, array.item())
+                continue
             for row, value in zip(rows, array.ravel().tolist(), strict=True):
                 row[field.name] = _element(field, value)
             continue

@@ -16,10 +16,10 @@ import tritonclient.grpc as grpcclient
 
 from triton_repo.server import TritonServer
 from triton_repo.tensor_io import NUMPY
-from triton_repo.tensors import REQUEST
+from triton_repo.tensors import GENERATION_INPUTS, REQUEST
 
 TIMEOUT_S = 20.0
-_FIELDS = {f.name: f for f in REQUEST}
+_DTYPES = {t.name: t.dtype for t in (*GENERATION_INPUTS, *REQUEST)}
 
 
 def generate(
@@ -64,15 +64,15 @@ def generate_stream(
 
 
 def inputs_of(body: Mapping[str, Any]) -> list[Any]:
-    """gRPC inputs for one row, from public field names and Python values."""
+    """gRPC inputs for one row, from the names of request fields or of inputs of `tensorrt_llm`."""
     inputs = []
     for name, value in body.items():
-        spec = _FIELDS[name]
+        dtype = _DTYPES[name]
         values = value if isinstance(value, list) else [value]
-        if spec.dtype == "STRING":
+        if dtype == "STRING":
             values = [v.encode() if isinstance(v, str) else v for v in values]
-        array = np.array([values], dtype=NUMPY[spec.dtype])
-        datatype = "BYTES" if spec.dtype == "STRING" else spec.dtype
+        array = np.array([values], dtype=NUMPY[dtype])
+        datatype = "BYTES" if dtype == "STRING" else dtype
         tensor = grpcclient.InferInput(name, list(array.shape), datatype)
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
@@ -117,9 +117,10 @@ def grpc_stream(
     stream = Stream()
     client = grpcclient.InferenceServerClient(server.grpc_url)
     client.start_stream(lambda result, error: stream.events.put((result, error)))
+    defaults = {} if model == "tensorrt_llm" else {"max_tokens": 64}
     client.async_stream_infer(
         model,
-        inputs_of({"max_tokens": 64} | dict(body)),
+        inputs_of(defaults | dict(body)),
         request_id=request_id,
         enable_empty_final_response=True,
     )

@@ -395,11 +395,24 @@ def test_images_do_not_share_cache_blocks(echo_server: TritonServer, model: str)
 
 
 @both
-def test_a_slow_media_server_delays_nobody_else(echo_server: TritonServer, model: str) -> None:
-    release = threading.Event()
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"text_input": "x", "image_url_input": ["URL"]},
+        {"content_parts": '[{"type": "image_url", "image_url": {"url": "URL"}}]'},
+        {"content_parts": '[{"type": "image", "image": "URL"}]'},
+        {"messages": '[{"role": "user", "content": [{"type": "image", "url": "URL"}]}]'},
+        {"content_parts": r'[{"type": "image\u005furl", "url": "URL"}]'},
+    ],
+)
+def test_a_slow_media_server_delays_nobody_else(
+    echo_server: TritonServer, model: str, prompt: dict[str, Any]
+) -> None:
+    asked, release = threading.Event(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            asked.set()
             release.wait(10)
             self.send_error(404)
 
@@ -410,10 +423,11 @@ def test_a_slow_media_server_delays_nobody_else(echo_server: TritonServer, model
     threading.Thread(target=web.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{web.server_port}/x.png"
     answers: list[tuple[int, Any]] = []
-    body = {"text_input": "x", "max_tokens": 4, "image_url_input": [url]}
+    body = json.loads(json.dumps(prompt).replace("URL", url)) | {"max_tokens": 4}
     slow = threading.Thread(target=lambda: answers.append(generate(echo_server, body, model)))
     slow.start()
     try:
+        assert asked.wait(10)
         assert ok(echo_server, {"text_input": "quick"}, model)["finish_reason"] == "stop"
         assert slow.is_alive()
     finally:

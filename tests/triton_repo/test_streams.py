@@ -38,6 +38,11 @@ LONG = {"text_input": "x", "stream": True, "max_tokens": 2000, "echo_delay_ms": 
         "echo_output_ids": [97] * 2000}  # fmt: skip
 
 
+# The same for the model behind both.
+LONG_IDS = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2000, "streaming": True,
+            "echo_output_ids": [97] * 2000, "echo_delay_ms": 50}  # fmt: skip
+
+
 def in_threads(count: int, work: Callable[[int], None]) -> list[BaseException]:
     errors: list[BaseException] = []
 
@@ -87,21 +92,29 @@ def test_64_http_streams_at_once(echo_server: TritonServer) -> None:
     assert [seen[i] for i in range(CLIENTS)] == texts
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, "tensorrt_llm"])
 def test_a_cancelled_grpc_stream_ends_generation(echo_server: TritonServer, model: str) -> None:
+    body = LONG_IDS if model == "tensorrt_llm" else LONG
     before = metric(echo_server, "requests_cancelled")
-    with grpc_stream(echo_server, LONG, model, cancel=True) as stream:
+    with grpc_stream(echo_server, body, model, cancel=True) as stream:
         stream.next()
     assert wait_for(
         lambda: metric(echo_server, "requests_cancelled") == before + 1, CANCEL_WITHIN_S
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        ("tensorrt_llm_bls", LONG | {"stream": False}),
+        ("tensorrt_llm", LONG_IDS | {"streaming": False}),
+    ],
+)
 def test_a_cancelled_answer_that_is_not_streamed_ends_generation(
-    echo_server: TritonServer,
+    echo_server: TritonServer, model: str, body: dict[str, Any]
 ) -> None:
     before = metric(echo_server, "requests_cancelled")
-    with grpc_stream(echo_server, LONG | {"stream": False}, cancel=True):
+    with grpc_stream(echo_server, body, model, cancel=True):
         assert wait_for(lambda: metric(echo_server, "requests_active") == 1, 5)
     assert wait_for(
         lambda: metric(echo_server, "requests_cancelled") == before + 1, CANCEL_WITHIN_S
@@ -110,10 +123,7 @@ def test_a_cancelled_answer_that_is_not_streamed_ends_generation(
 
 @pytest.mark.parametrize("model", [*MODELS, "tensorrt_llm"])
 def test_a_closed_http_stream_ends_generation(echo_server: TritonServer, model: str) -> None:
-    body = LONG
-    if model == "tensorrt_llm":
-        body = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2000}
-        body |= {"streaming": True} | {k: LONG[k] for k in ("echo_output_ids", "echo_delay_ms")}
+    body = LONG_IDS if model == "tensorrt_llm" else LONG
     before = metric(echo_server, "requests_cancelled")
     connection = http.client.HTTPConnection("127.0.0.1", echo_server.ports.http)
     path = f"/v2/models/{model}/generate_stream"
@@ -158,13 +168,20 @@ def test_the_server_serves_on_after_cancelled_requests(echo_server: TritonServer
     assert wait_for(lambda: metric(echo_server, "requests_active") == 0, 2.0)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_shutdown_with_requests_in_flight(echo_repository: Path, model: str) -> None:
+# A client that keeps its stream open after the end keeps the server from unloading that model.
+@pytest.mark.parametrize(
+    ("model", "clients", "stay"),
+    [*((model, 8, False) for model in MODELS), ("tensorrt_llm_bls", CLIENTS, True)],
+)
+def test_shutdown_with_requests_in_flight(
+    echo_repository: Path, model: str, clients: int, stay: bool
+) -> None:
     server = TritonServer(echo_repository, ports=Ports(0, 0, 0), grace_s=0.2)
     server.start(60)
     assert server._work is not None
     name = server._work.name
     ends: list[Any] = []
+    stopped = threading.Event()
     # A request that was cancelled before is none that the server waits for.
     with grpc_stream(server, LONG, model, cancel=True) as cancelled:
         cancelled.next()
@@ -173,18 +190,22 @@ def test_shutdown_with_requests_in_flight(echo_repository: Path, model: str) -> 
     def client() -> None:
         with grpc_stream(server, LONG, model) as stream:
             ends.append(stream.collect()[-1].as_numpy("finish_reason"))
+            if stay:
+                stopped.wait(20)
 
-    threads = [threading.Thread(target=client) for _ in range(8)]
+    threads = [threading.Thread(target=client) for _ in range(clients)]
     for thread in threads:
         thread.start()
-    assert wait_for(lambda: metric(server, "requests_active") == 8, 10)
+    assert wait_for(lambda: metric(server, "requests_active") == clients, 20)
     started = time.monotonic()
-    assert server.stop()
+    # With streams open the server may have to be killed: its models have ended by then.
+    assert server.stop() or stay
     assert time.monotonic() - started < 10
+    stopped.set()
     for thread in threads:
         thread.join(10)
     # Every client got an end, not a broken stream.
-    assert [bytes(e.reshape(-1)[0]) for e in ends] == [b"cancelled"] * 8
+    assert [bytes(e.reshape(-1)[0]) for e in ends] == [b"cancelled"] * clients
     assert not list(SHARED_MEMORY.glob(f"{name}*"))
 
 

@@ -46,7 +46,7 @@ class MediaReference:
         return self.parameter or f"{self.modality}_url"
 
 
-@dataclass
+@dataclass(slots=True)
 class Conversation:
     """Validated messages, and the media they refer to in order."""
 
@@ -204,9 +204,15 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _environment().from_string(source)
-        # A plain dict: what jinja chains is looked up name by name for every rendering.
-        self._template.globals = dict(self._template.globals)
-        self._special_tokens = dict(special_tokens)
+        # What every rendering knows, in one plain dict: jinja would chain and copy several.
+        self._known: dict[str, Any] = {
+            **self._template.globals,
+            **special_tokens,
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+        }
+        self._template.globals = {}
         self.knows_parts = (
             "type" in source
             and "content" in source
@@ -223,11 +229,10 @@ class ChatTemplate:
 
         Raises UsageError with the template's own words when it refuses the messages.
         """
-        values = {"add_generation_prompt": True, "tools": None, "documents": None}
+        template = self._template
+        context = template.new_context({**self._known, **kwargs, "messages": messages}, shared=True)
         try:
-            return self._template.render(
-                **{**self._special_tokens, **values, **kwargs, "messages": messages}
-            )
+            return "".join(template.root_render_func(context))
         except jinja2.TemplateError as error:
             raise problem("messages", f"the chat template refuses them: {error.message}") from None
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:

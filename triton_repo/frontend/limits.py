@@ -228,7 +228,7 @@ def select(
     return Selection((slice(0, head), middle, slice(length - tail, length)))
 
 
-@dataclass
+@dataclass(slots=True)
 class Prompt:
     """Token ids and the arrays parallel to them.
 
@@ -238,7 +238,7 @@ class Prompt:
         real_length: ids that are not padding.
     """
 
-    ids: list[int]
+    ids: Sequence[int]
     arrays: dict[str, list[Any]] = field(default_factory=dict)
     real_length: int = -1
 

@@ -20,6 +20,10 @@ MAX_AUDIO_SECONDS = 3600
 AUDIO_TOKENS_PER_SECOND = 12.5
 
 
+class MediaPending(Exception):
+    """A request names media; who asked cannot wait until they are fetched and decoded."""
+
+
 @dataclass(frozen=True)
 class MediaPolicy:
     """What media a server takes.
@@ -29,6 +33,7 @@ class MediaPolicy:
         max_items: items per request and modality.
         trust_request_kwargs: whether a request may set processor options at all.
         max_item_tokens: cap of the tokens that request options may make of one item.
+        may_wait: False raises MediaPending in place of fetching or decoding anything.
     """
 
     fetch: FetchLimits = field(default_factory=FetchLimits)
@@ -37,6 +42,7 @@ class MediaPolicy:
     )
     trust_request_kwargs: bool = True
     max_item_tokens: int = 65536
+    may_wait: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,17 @@ def media_key(modality: str, content: bytes, options: Mapping[str, Any]) -> int:
     return int.from_bytes(digest.digest()[:8], "little")
 
 
-def check_counts(references: Sequence[MediaReference], policy: MediaPolicy) -> None:
-    """Refuse more items than the server takes, before the first one is fetched."""
+def admit(references: Sequence[MediaReference], policy: MediaPolicy) -> None:
+    """Before the first item is fetched: refuse more than the server takes.
+
+    Raises UsageError, and MediaPending where the policy says so and there is an item.
+    """
     for modality, limit in policy.max_items.items():
         count = sum(r.modality == modality for r in references)
         if count > limit:
             raise problem(f"{modality}_url", "too many items", expected=f"<= {limit}", found=count)
+    if references and not policy.may_wait:
+        raise MediaPending
 
 
 def load_media(
@@ -78,11 +89,12 @@ def load_media(
 ) -> list[MediaItem]:
     """Fetch and measure all items; `kwargs` are the merged processor options.
 
-    The placeholder count comes from the same view of the options as the key.
+    The placeholder count comes from the same view of the options as the key. Raises UsageError for
+    media that cannot be, and MediaPending.
     """
     if not references:
         return []
-    check_counts(references, policy)
+    admit(references, policy)
     items = []
     for reference in references:
         content = reference.data or fetch(reference.url, policy.fetch, parameter=reference.named)

@@ -125,6 +125,11 @@ class FrontEnd:
     audio: AudioFrontEnd | None = None
 
     @cached_property
+    def at_once(self) -> FrontEnd:
+        """The same for who cannot wait: raises MediaPending for requests that name media."""
+        return replace(self, media=replace(self.media, may_wait=False))
+
+    @cached_property
     def remembered_options(self) -> _lru_cache_wrapper[RequestOptions]:
         """`_read` of this front end, with its last results; 1, 1.0 and True all differ."""
         return lru_cache(REMEMBERED, typed=True)(partial(_read, self))

@@ -43,7 +43,7 @@ class MediaSpan:
     key: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Prepared:
     """One engine input.
 
@@ -65,12 +65,24 @@ class Prepared:
     window: int | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether ids, their number and the options say everything about it."""
+        return not (
+            self.media
+            or self.prompt.arrays
+            or self.features is not None
+            or self.window is not None
+            or self.max_tokens != self.options.max_tokens
+            or self.prompt.real_length != len(self.prompt.ids)
+        )
+
+    @property
     def real_ids(self) -> list[int]:
         """Prompt ids without padding."""
-        return self.prompt.ids[: self.prompt.real_length]
+        return list(self.prompt.ids[: self.prompt.real_length])
 
 
-@dataclass
+@dataclass(slots=True)
 class _Tokenised:
     """Between the steps: ids, offsets, counts of special tokens, media positions."""
 
@@ -395,8 +407,8 @@ def _fit(
 
 
 def _expand(
-    ids: list[int], media: Sequence[tuple[int, MediaItem]]
-) -> tuple[list[int], list[MediaSpan]]:
+    ids: Sequence[int], media: Sequence[tuple[int, MediaItem]]
+) -> tuple[Sequence[int], list[MediaSpan]]:
     """Each placeholder becomes as many as its item has tokens."""
     if not media:
         return ids, []
@@ -408,7 +420,8 @@ def _expand(
         spans.append(MediaSpan(item.modality, len(out), item.tokens, item.key))
         out += [ids[position]] * item.tokens
         start = position + 1
-    return out + ids[start:], spans
+    out += ids[start:]
+    return out, spans
 
 
 def _features(text: str | None, length: int) -> list[MediaSpan]:

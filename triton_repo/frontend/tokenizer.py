@@ -12,7 +12,13 @@ from typing import Any, ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from plugins.support.errors import InputError
-from triton_repo.frontend.encoder import Encoder, agreeing_version, installed_version, open_encoder
+from triton_repo.frontend.encoder import (
+    Encoder,
+    agreeing_version,
+    installed_version,
+    open_encoder,
+    plain_ids,
+)
 from triton_repo.frontend.encoding import Encoding
 from triton_repo.frontend.tekken import TekkenTokenizer, tekken_files
 
@@ -203,7 +209,9 @@ class FastTokenizer(_WithFacts):
         if want_offsets:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         elif self._encoder is not None:
-            encoding = self._encoder.encode(text, add_special_tokens=add_special_tokens)
+            if not add_special_tokens:
+                return Encoding(plain_ids(self._encoder, text), None, (0, 0))
+            encoding = self._encoder.encode(text, add_special_tokens=True)
         else:
             encoding = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens

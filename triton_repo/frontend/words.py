@@ -34,7 +34,7 @@ def check_words(parameter: str, words: Sequence[str]) -> tuple[str, ...]:
 def stop_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     """Ids of each stop word, without special tokens in front; empty encodings are left out."""
     encoded = [tokenizer.encode(w, False, False).ids for w in words]
-    return [ids for ids in encoded if ids]
+    return [list(ids) for ids in encoded if ids]
 
 
 def bad_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:

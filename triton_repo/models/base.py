@@ -50,24 +50,6 @@ def refuse_to_start(pb_utils: Any, error: Exception) -> NoReturn:
     raise pb_utils.TritonModelException(" ".join(text.split())) from None
 
 
-_MEDIA_FIELDS = ("messages", "content_parts")
-_MEDIA_TENSORS = frozenset(
-    {"image_url_input", "image_bytes_input", "audio_url", "audio_bytes", "audio_samples"}
-)
-
-
-def may_take_long(tensors: Mapping[str, Array]) -> bool:
-    """Whether a request names media, which have to be fetched or decoded."""
-    if not _MEDIA_TENSORS.isdisjoint(tensors):
-        return True
-    for name in _MEDIA_FIELDS:
-        if name in tensors:
-            for value in tensors[name].ravel().tolist():
-                if b"_url" in value or b"input_audio" in value:
-                    return True
-    return False
-
-
 def belongs_to_stream(request: Any) -> bool:
     """Whether a request carries a sequence id, as the pieces of one stream do."""
     return request.correlation_id() not in (0, "")

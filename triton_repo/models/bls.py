@@ -14,6 +14,8 @@ from typing import Any
 
 from triton_repo.answers import AnswerOptions, TextAnswer
 from triton_repo.control import DrainWatcher
+from triton_repo.frontend.media import MediaPending
+from triton_repo.frontend.options import FrontEnd
 from triton_repo.frontend.pipeline import prepare, prepare_live
 from triton_repo.frontend.problems import problem
 from triton_repo.generation.base import GenerationEvent, call_from_prepared
@@ -24,7 +26,6 @@ from triton_repo.models.base import (
     decoupled,
     hide_from_collector,
     limit_threads,
-    may_take_long,
     refuse_to_start,
     request_id_of,
     set_up_logging,
@@ -77,11 +78,11 @@ class Bls:
             except Exception as error:
                 pending.reply.fail(*describe(error))
                 continue
-            if may_take_long(tensors):
+            try:
+                self._start(pending, rows, self._front_end.at_once)
+            except MediaPending:
                 # Other requests do not wait for somebody's slow web server.
-                self._pool.submit(self._start, pending, rows)
-            else:
-                self._start(pending, rows)
+                self._pool.submit(self._start, pending, rows, self._front_end)
 
     def close(self) -> None:
         """End every request, then the threads."""
@@ -97,7 +98,7 @@ class Bls:
         # Generations end at the other side; here only the answers have to leave.
         self._replies.wait_idle(grace_s + 3.0)
 
-    def _start(self, pending: _Pending, rows: list[Row]) -> None:
+    def _start(self, pending: _Pending, rows: list[Row], front_end: FrontEnd) -> None:
         reply = pending.reply
         assert reply is not None
         try:
@@ -110,7 +111,7 @@ class Bls:
             calls = []
             offsets = []
             for row in rows:
-                prepared = prepare(row, self._front_end)
+                prepared = prepare(row, front_end)
                 echo = None
                 if self._echo:
                     echo = {k: row.get(k) for k in ("echo_output_ids", "echo_delay_ms")}
@@ -120,6 +121,8 @@ class Bls:
             for sequence in answer.sequences:
                 if offsets[sequence.row] is not None and sequence.index == 0:
                     sequence.extra["PROMPT_TOKEN_OFFSETS"] = offsets[sequence.row]
+        except MediaPending:
+            raise
         except Exception as error:
             reply.fail(*describe(error))
             return

@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from plugins.support.errors import UsageError
-from triton_repo.frontend.options import RequestOptions
+from triton_repo.frontend.media import MediaPending
+from triton_repo.frontend.options import FrontEnd, RequestOptions
 from triton_repo.frontend.pipeline import Prepared, prepare
 from triton_repo.frontend.problems import problem
 from triton_repo.frontend.words import to_word_list
@@ -20,7 +21,6 @@ from triton_repo.models.base import (
     belongs_to_stream,
     hide_from_collector,
     limit_threads,
-    may_take_long,
     refuse_to_start,
     set_up_logging,
     tensors_of,
@@ -55,25 +55,29 @@ class Preprocessing:
         self._pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media")
         hide_from_collector()
 
-    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
-        """Answer a batch; from other threads when a request names media to fetch."""
-        tensors = [tensors_of(request) for request in requests]
-        if not any(may_take_long(t) for t in tensors):
-            return [self._answer(r, t) for r, t in zip(requests, tensors, strict=True)]
-        for request, inputs in zip(requests, tensors, strict=True):
-            sender = request.get_response_sender()
-            self._pool.submit(self._send, request, inputs, sender)
-        return None
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer a batch; requests that name media are answered from other threads, with None
+        in their place.
+        """
+        return [self._answer_or_start(request) for request in requests]
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _answer_or_start(self, request: Any) -> Any | None:
+        inputs = tensors_of(request)
+        try:
+            return self._answer(request, inputs, self._front_end.at_once)
+        except MediaPending:
+            self._pool.submit(self._send, request, inputs, request.get_response_sender())
+            return None
+
     def _send(self, request: Any, inputs: dict[str, Array], sender: Any) -> None:
-        response = self._answer(request, inputs)
+        response = self._answer(request, inputs, self._front_end)
         sender.send(response, flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def _answer(self, request: Any, inputs: dict[str, Array]) -> Any:
+    def _answer(self, request: Any, inputs: dict[str, Array], front_end: FrontEnd) -> Any:
         pb = self._pb
         try:
             check_parameters(request.parameters(), self._public_names)
@@ -82,9 +86,12 @@ class Preprocessing:
                     "sequence_id", "audio in pieces goes to tensorrt_llm_bls", found="ensemble"
                 )
             rows = read_rows(inputs, self._fields)
-            prepared = [prepare(row, self._front_end) for row in rows]
+            prepared = [prepare(row, front_end) for row in rows]
             outputs = self._option_tensors([p.options for p in prepared])
-            outputs |= {n: pb.Tensor(n, a) for n, a in prompt_tensors(prepared).items()}
+            for name, array in prompt_tensors(prepared).items():
+                outputs[name] = pb.Tensor(name, array)
+        except MediaPending:
+            raise
         except Exception as error:
             return pb.InferenceResponse(error=triton_error(pb, *describe(error)))
         return pb.InferenceResponse(list(outputs.values()))
@@ -109,9 +116,13 @@ def prompt_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
     tensors: dict[str, Array] = {
         "INPUT_ID": batch_of(_OUTPUTS["INPUT_ID"], ids, prepared[0].options.pad_id or 0),
         "REQUEST_INPUT_LEN": np.array([[p.prompt.real_length] for p in prepared], dtype=np.int32),
-        "REQUEST_OUTPUT_LEN": np.array([[p.max_tokens] for p in prepared], dtype=np.int32),
     }
+    if all([p.is_plain for p in prepared]):
+        return tensors
     rows: dict[str, list[Any]] = {}
+    if any(p.max_tokens != p.options.max_tokens for p in prepared):
+        # In place of what the options ask for.
+        rows["REQUEST_OUTPUT_LEN"] = [[p.max_tokens] for p in prepared]
     if any(p.features is not None for p in prepared):
         nothing = np.zeros((0, 0, 0), dtype=np.float32)
         rows["INPUT_FEATURES"] = [nothing if p.features is None else p.features for p in prepared]
@@ -132,7 +143,7 @@ def prompt_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
 
 def option_tensors(options: Sequence[RequestOptions]) -> dict[str, Array]:
     """Output tensors for what the rows of a batch ask for besides their prompts."""
-    rows: dict[str, list[Any]] = {}
+    rows: dict[str, list[Any]] = {"REQUEST_OUTPUT_LEN": [[o.max_tokens or 0] for o in options]}
     ends = [bool(o.end_ids) for o in options]
     if all(ends):
         rows["OUT_END_ID"] = [[o.end_ids[0]] for o in options]

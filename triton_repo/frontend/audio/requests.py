@@ -17,7 +17,7 @@ from triton_repo.frontend.audio.frontend import AudioFrontEnd, Heard
 from triton_repo.frontend.audio.settings import transcribes
 from triton_repo.frontend.chat import MediaReference
 from triton_repo.frontend.fetch import fetch
-from triton_repo.frontend.media import MediaPolicy, check_counts, media_key
+from triton_repo.frontend.media import MediaPolicy, admit, media_key
 from triton_repo.frontend.problems import problem
 
 Array = npt.NDArray[np.float32]
@@ -143,7 +143,7 @@ def _load(
     others = [r for r in references if r.modality != "audio"]
     if others:
         raise problem(others[0].named, f"this model takes no {others[0].modality}")
-    check_counts(references, policy)
+    admit(references, policy)
     audios = []
     total = 0
     for reference in references:
