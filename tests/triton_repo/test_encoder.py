@@ -29,12 +29,16 @@ from triton_repo.frontend.encoder import (
     open_encoder,
     plain_ids,
 )
+from triton_repo.frontend.options import FrontEnd
+from triton_repo.frontend.pipeline import prepare
 from triton_repo.frontend.tokenizer import (
     FACTS_FILE,
     Encoding,
     FastTokenizer,
     open_with_transformers,
 )
+from triton_repo.generation.base import GenerationCall, call_from_prepared
+from triton_repo.models.preprocessing import prompt_tensors
 
 DATA = Path(__file__).parents[1] / "fixtures" / "data"
 PROSE = Path(random.__file__).read_text()
@@ -300,3 +304,20 @@ def test_special_tokens_are_counted(tmp_path: Path) -> None:
         ids = tokenizer.encode("a b", add_special_tokens=False).ids
         assert loaded.encode("a b", True, False) == Encoding([0, *ids, 1], None, (1, 1))
         assert loaded.encode("", True, False) == Encoding([0, 1], None, (2, 0))
+
+
+def test_ids_reach_the_engine_whichever_encoder_made_them(directory: Path) -> None:
+    tokenizer = FastTokenizer.load(directory)
+    front_end = FrontEnd(tokenizer, 1024, tokenizer.vocab_size)
+    for body in ({"text_input": "Two  words"}, {"text_input": "Two", "add_special_tokens": False}):
+        text = str(body["text_input"])
+        right = released("qwen38").encode(text, add_special_tokens=False).ids
+        for cut in (None, 1):
+            row = body | {"max_tokens": 4, "truncate_prompt_tokens": cut}
+            prepared = prepare(row, front_end)
+            kept = right[:cut]
+            call = call_from_prepared(prepared, {})
+            sent = GenerationCall.from_json(json.loads(json.dumps(call.to_json())))
+            assert sent.prompt_ids == kept
+            assert sent.echo["input_ids"] == kept
+            assert prompt_tensors([prepared])["INPUT_ID"].tolist() == [kept]

@@ -299,7 +299,7 @@ def received(prepared: Prepared) -> dict[str, Any]:
     """What an echo tells about the engine input."""
     offsets = prepared.prompt.arrays.get("offsets")
     return {
-        "input_ids": prepared.prompt.ids,
+        "input_ids": list(prepared.prompt.ids),
         "attention_mask": prepared.prompt.attention_mask,
         "offsets": offsets,
         "mm_views": prepared.options.mm_views,
