@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from build_scripts import output
+from converters.checkpoint.config import QUANT_FILE
 from plugins.support.errors import InputError
 from plugins.support.units import size
 from runtime import contract
@@ -75,8 +76,8 @@ def describe(path: Path) -> Description:
     )
 
 
-def _config(path: Path) -> dict[str, Any]:
-    file = path / contract.CONFIG_FILE
+def _config(path: Path, name: str = contract.CONFIG_FILE) -> dict[str, Any]:
+    file = path / name
     try:
         raw = json.loads(file.read_text())
     except FileNotFoundError:
@@ -114,6 +115,31 @@ def _tensor_table(tensors: Mapping[str, StoredTensor]) -> Table:
         for (pattern, dtype, shape), sizes in sorted(groups.items())
     ]
     return Table("Tensors", ("name", "dtype", "shape", "count", "bytes"), rows)
+
+
+def _format_table(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Table:
+    """How each matrix is stored: with scales beside it as declared, otherwise plain.
+
+    `quant_cfg.json` names the algorithm of each module where there are several.
+    """
+    block = raw.get("quantization") or {}
+    mixed = _config(path, QUANT_FILE) if (path / QUANT_FILE).is_file() else {}
+    layers = mixed.get("quantized_layers", {})
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or len(tensor.shape) < 2:
+            continue
+        entry: Mapping[str, Any] = {}
+        if f"{module}.weights_scaling_factor" in tensors:
+            entry = layers.get(module, {"quant_algo": "not declared"}) if layers else block
+        algorithm, group = entry.get("quant_algo") or "plain", entry.get("group_size")
+        counts[_pattern(f"{module}."), algorithm, "" if group is None else str(group)] += 1
+    rows = [
+        (pattern.rstrip("."), algorithm, group, count)
+        for (pattern, algorithm, group), count in sorted(counts.items())
+    ]
+    return Table("Formats", ("module", "algorithm", "group size", "count"), rows)
 
 
 def _tensor_facts(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -167,7 +193,10 @@ def _checkpoint(path: Path, raw: Mapping[str, Any]) -> Description:
     )
     facts = {key: raw[key] for key in shown if key in raw}
     facts |= _tensor_facts(tensors) | {"tokenizer": _tokenizer(path / contract.TOKENIZER_DIR)}
-    return Description("TensorRT-LLM checkpoint", path, facts, [_tensor_table(tensors)])
+    tables = [_tensor_table(tensors)]
+    if (raw.get("quantization") or {}).get("quant_algo"):
+        tables.insert(0, _format_table(path, raw, tensors))
+    return Description("TensorRT-LLM checkpoint", path, facts, tables)
 
 
 def _engine(path: Path) -> Description:

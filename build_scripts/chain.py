@@ -23,6 +23,7 @@ class Conversion:
     quantize: str | None = None
     only: str = "experts"
     kv_cache: str | None = None
+    calibration: Path | None = None
     workers: int | None = None
 
 

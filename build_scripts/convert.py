@@ -27,15 +27,7 @@ def command(
             "RTX needs; default: as the checkpoint has it.",
         ),
     ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibration",
-            metavar="DIR",
-            help="Model Optimizer's export with the activation scales for what --quantize makes, "
-            "and with scales of caches.",
-        ),
-    ] = None,
+    calibration: options.CalibrationOption = None,
     workers: options.Workers = None,
     json: options.Json = False,
 ) -> None:

@@ -91,6 +91,15 @@ OnlyOption = Annotated[
         "all: and the projections of attention and n-gram blocks.",
     ),
 ]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="DIR",
+        help="Model Optimizer's export with the activation scales for what --quantize makes, "
+        "and with scales of caches.",
+    ),
+]
 Workers = Annotated[
     int | None,
     typer.Option(

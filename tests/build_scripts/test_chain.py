@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from converters.dots3.oracle import DraftOracle, Oracle
 from runtime import contract
 from tests.build_scripts.conftest import Command
+from tests.fixtures import qwen38_quantized
 from tests.fixtures.dots3_fp8 import write_fp8
 from tests.fixtures.qwen38_checkpoint import known_continuations
 from tests.fixtures.qwen38_deterministic import (
@@ -243,6 +244,37 @@ def test_inspect_tells_every_artefact(
     ]
 
 
+def test_inspect_lists_the_format_of_every_module(command: Command, tmp_path: Path) -> None:
+    def formats(checkpoint: qwen38_quantized.Quantized) -> list[tuple[object, ...]]:
+        source = checkpoint.write(tmp_path / "hf")
+        assert command("convert", source, tmp_path / "ckpt").code == 0
+        found = command("inspect", tmp_path / "ckpt", "--json").json["tables"]["Formats"]
+        shown = command("inspect", tmp_path / "ckpt").out
+        assert all(row["algorithm"] in shown for row in found)
+        for name in ("hf", "ckpt"):
+            shutil.rmtree(tmp_path / name)
+        return [tuple(row.values()) for row in found]
+
+    mixed = formats(qwen38_quantized.mixed_dense())
+    # Two layers have attention; one of them has two projections in blocks.
+    names = [f"transformer.layers.*.attention.{name}" for name in ("k", "q")]
+    assert [row for row in mixed if row[0] in names] == [
+        ("transformer.layers.*.attention.k", "plain", "", 2),
+        ("transformer.layers.*.attention.q", "FP8_BLOCK_SCALES", "128", 1),
+        ("transformer.layers.*.attention.q", "plain", "", 1),
+    ]
+    assert ("transformer.layers.*.mlp.experts.gate_up", "NVFP4", "16", 8) in mixed
+    assert ("transformer.layers.*.mlp.shared_expert.down", "FP8", "", 1) in mixed
+    assert ("transformer.layers.*.ple.ngram_embedding", "FP8", "", 1) in mixed
+    assert ("mtp.layers.*.mlp.experts.down", "plain", "", 1) in mixed
+
+    single = qwen38_quantized.plain()
+    single.experts(qwen38_quantized.BASE, qwen38_quantized.as_nvfp4)
+    one = formats(single)
+    assert {row[1:3] for row in one} == {("NVFP4", "16"), ("plain", "")}
+    assert ("transformer.layers.*.mlp.experts.down", "NVFP4", "16", 8) in one
+
+
 def test_all_leaves_the_three_artefacts(
     command: Command, trained_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -265,6 +297,21 @@ def test_all_leaves_the_three_artefacts(
     again = command("all", trained_checkpoint, out)
     assert again.code == 2
     assert "already exists" in again.err
+
+
+def test_all_hands_the_calibration_result_to_the_conversion(
+    command: Command, trained_checkpoint: Path, tmp_path: Path
+) -> None:
+    calibrated = ("--calibration", trained_checkpoint)
+    done = command("all", trained_checkpoint, tmp_path / "served", *calibrated)
+    assert done.code == 2
+    assert "nothing takes the scales of the calibration result" in done.err
+    done = command(
+        "all", trained_checkpoint, tmp_path / "served", "--quantize", "nvfp4", *calibrated
+    )
+    assert done.code == 3
+    assert "input_scale" in done.err
+    assert not (tmp_path / "served").exists()
 
 
 def test_quantised_weights_are_verified_as_what_they_mean(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import typer
 
-from build_scripts import cli, output
+from build_scripts import chain, cli, output
+from converters.checkpoint.convert import plan_conversion
 from plugins.support import errors
 
 Raise = Callable[[Exception], None]
@@ -49,6 +54,25 @@ def test_help_of_every_verb_teaches_by_example(
     assert "Examples" in text
     assert f"build-engine {verb}" in text.split("Examples")[1]
     assert "--json" in text
+
+
+def test_all_has_every_option_of_the_steps_that_make_an_engine() -> None:
+    commands: Any = typer.main.get_command(cli.app)
+    options = {
+        verb: {
+            name: parameter.default
+            for parameter in commands.commands[verb].params
+            for name in parameter.opts
+            if name.startswith("--")
+        }
+        for verb in ("convert", "build", "all")
+    }
+    assert "--calibration" in options["convert"]
+    assert options["convert"].items() <= options["all"].items()
+    assert options["build"].items() <= options["all"].items()
+    # And what the chain passes on is what the conversion takes.
+    taken = set(inspect.signature(plan_conversion).parameters) - {"hf_dir", "ckpt_dir"}
+    assert {field.name for field in dataclasses.fields(chain.Conversion)} == taken
 
 
 @pytest.mark.parametrize(
