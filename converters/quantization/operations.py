@@ -81,14 +81,16 @@ def take_reciprocal(task: Task, file: OutputFile, advance: Advance, counts: Coun
     results = []
     for segment in task.segments:
         values = segment.read(0, segment.count)
-        if not bool(((values > 0) & values.isfinite()).all()):
+        scales = 1.0 / values
+        # The reciprocal of a number that is too small is not finite either.
+        if not bool(((values > 0) & values.isfinite() & scales.isfinite()).all()):
             raise InputError(
                 "a reciprocal scale is zero, negative or not finite",
                 where=f"{segment.entry.file}: {segment.entry.name}",
-                expected="finite numbers above zero",
+                expected="finite numbers above zero, and a finite reciprocal",
                 fix="the checkpoint was quantised wrongly; a default of 1 would give wrong text",
             )
-        results.append(1.0 / values)
+        results.append(scales)
     file.write(task.recipe.outputs[0].name, task.start, torch.cat(results))
     advance(task.nbytes)
 

@@ -130,7 +130,7 @@ def test_one_scale_among_those_of_many_experts(suffix: str, value: float, tmp_pa
     assert (caught.value.where or "").endswith(f"safetensors: {name}")
 
 
-@pytest.mark.parametrize("value", [0.0, torch.nan])
+@pytest.mark.parametrize("value", [0.0, torch.nan, 1e-40])
 def test_one_reciprocal_among_those_of_many_experts(value: float, tmp_path: Path):
     checkpoint = fixture.nvfp4_table()
     name = f"{EXPERT}.weight_global_scale"
