@@ -6,6 +6,7 @@ would choose for the largest call of the engine.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,6 +84,9 @@ def attend(
     inputs = {"q_latent": q_latent, "q_rope": q_rope, "cache": cache, "tokens": token_ids}
     # The device only decides about the kernel, which is the target's here.
     how = kernel.attend_plan(site.geometry, site.slots * site.steps, torch.device("cpu"))
+    how = replace(how, hopper=_hopper(site))
+    if how.pair:
+        return _add(site, "attend_pair", {**inputs, "gate": gate})["out"]
     if how.splits == 1:
         return _add(site, "attend", {**inputs, "gate": gate}, **_kernels(site))["out"]
     parts = _add(site, "attend_split", inputs, splits=how.splits, **_kernels(site))

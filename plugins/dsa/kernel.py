@@ -45,6 +45,11 @@ class AttendPlan:
     splits: int = 1
     hopper: bool = False
 
+    @property
+    def pair(self) -> bool:
+        """Whether the runs are summed by the kernel itself."""
+        return self.hopper and self.splits == plan.HOPPER_PAIR
+
 
 def splits_for(programs: int, most: int, processors: int = PROCESSORS) -> int:
     """Runs that keep the multiprocessors busy when a launch has `programs` without splitting."""
@@ -211,9 +216,22 @@ def attend(
         spec = plan.attend_whole_hopper(g) if how.hopper else plan.attend_whole(g, how.tiles)
         launch(spec, {**inputs, "gate": gate, "out": out}, values)
         return out
+    if how.pair:
+        work = _runs(g, out, plan.HOPPER_PAIR, g.latent // plan.HOPPER_PAIR)
+        launch(plan.attend_pair_hopper(g), {**inputs, **work, "gate": gate, "out": out}, values)
+        return out
     spec = plan.attend_split_hopper(g) if how.hopper else plan.attend_split(g, how.tiles)
     _split(g, spec, inputs, values, how.splits, gate, out)
     return out
+
+
+def _runs(g: Geometry, out: Tensor, runs: int, channels: int) -> dict[str, Tensor]:
+    """Room for the partial outputs of runs."""
+    parts = (*out.shape[:2], runs, g.heads)
+    return {
+        "partial": torch.empty((*parts, channels), dtype=torch.float32, device=out.device),
+        "partial_lse": torch.empty(parts, dtype=torch.float32, device=out.device),
+    }
 
 
 def _split(
@@ -226,11 +244,7 @@ def _split(
     out: Tensor,
 ) -> None:
     """Launch a kernel over runs and the sum of its partial outputs."""
-    parts = (*out.shape[:2], splits, g.heads)
-    work = {
-        "partial": torch.empty((*parts, g.latent), dtype=torch.float32, device=out.device),
-        "partial_lse": torch.empty(parts, dtype=torch.float32, device=out.device),
-    }
+    work = _runs(g, out, splits, g.latent)
     values = {**values, "splits": splits}
     launch(spec, {**inputs, **work}, values)
     launch(plan.merge_splits(g, splits), {**work, "gate": gate, "out": out}, values)

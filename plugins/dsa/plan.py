@@ -34,6 +34,8 @@ def power(value: int, least: int = 16) -> int:
 # Heads per program of the kernels for compute capability 9.0, and their tokens per tile.
 HOPPER_HEADS = 64
 HOPPER_TOKENS = 64
+# Programs that share a query and head block in their clusters.
+HOPPER_PAIR = 2
 
 # Multiprocessors of the GPUs that the kernels are tuned for.
 PROCESSORS = 132
@@ -150,6 +152,21 @@ def attend_whole_hopper(g: Geometry) -> KernelSpec:
     )
 
 
+def attend_pair_hopper(g: Geometry) -> KernelSpec:
+    """`attend_whole_hopper` in two runs, by clusters. Grid names: rows."""
+    from plugins.dsa.kernels import hopper
+
+    whole = attend_whole_hopper(g)
+    return replace(
+        whole,
+        name="dsa_attend_pair",
+        function=hopper.attend_pair,
+        outputs=(*whole.outputs, *_parts()),
+        grid=lambda v: (HOPPER_PAIR * g.heads // HOPPER_HEADS, v["rows"]),
+        cluster=HOPPER_PAIR,
+    )
+
+
 def attend_split_hopper(g: Geometry) -> KernelSpec:
     """`attend_split` for compute capability 9.0. Grid names: rows."""
     from plugins.dsa.kernels import hopper
@@ -165,10 +182,6 @@ def attend_split_hopper(g: Geometry) -> KernelSpec:
 
 def _window_inputs(g: Geometry) -> tuple[Argument, ...]:
     return *_queries(g), Argument("cache", g.dtype), *_CALL, Argument("base", "int32")
-
-
-# Programs per query and head block of the window attention for compute capability 9.0.
-HOPPER_PAIR = 2
 
 
 def _window_hopper(
@@ -476,9 +489,8 @@ def attend_dense_hopper(g: Geometry) -> KernelSpec:
     portable = attend_dense(g)
     names = ("SCALE", "WINDOW", "HEADS", "NOPE", "ROPE", "VALUE", "LATENT", "FIRST", "SECOND")
     constants = {name: portable.constants[name] for name in names}
-    # As many tiles ahead as fit in shared memory beside the queries.
-    constants["STAGES"] = 3 if constants["SECOND"] else 4
-    constants["HELD"] = not constants["SECOND"]
+    # The widest tiles of which two fit in shared memory beside the queries; then as many as fit.
+    constants["TOKENS"], constants["STAGES"] = (64, 3) if constants["SECOND"] else (128, 2)
     return replace(
         portable,
         function=hopper_dense.attend_dense,

@@ -1,11 +1,12 @@
 """DSA as plugin layers of full TensorRT, one per kernel.
 
 A generation step of a full layer runs score, select_chunk and attend (many rows) or attend_split
-and merge (few rows); a context step the same, or dense while no query sees more tokens than it
-keeps. Rows longer than one chunk also run select_among, once per level. A sliding layer runs
-window_scores and window_values, or, on compute capability 9.0, window (many rows) or window_split
-and merge (few rows). The attribute `hopper` chooses the kernels for compute capability 9.0 and
-Dots3's sizes; `small` the tiles for GPUs with less than 160 KiB of shared memory per block.
+and merge (few rows; where two runs fill a GPU of compute capability 9.0, attend_pair does both); a
+context step the same, or dense while no query sees more tokens than it keeps. Rows longer than one
+chunk also run select_among, once per level. A sliding layer runs window_scores and window_values,
+or, on compute capability 9.0, window (many rows) or window_split and merge (few rows). The
+attribute `hopper` chooses the kernels for compute capability 9.0 and Dots3's sizes; `small` the
+tiles for GPUs with less than 160 KiB of shared memory per block.
 """
 
 from __future__ import annotations
@@ -138,6 +139,12 @@ def _attends() -> list[Operation]:
     def like_query(shapes: Shapes, a: Attributes) -> Outputs:
         return {"out": _dims(shapes["q_latent"], 4)}
 
+    def pair(shapes: Shapes, a: Attributes) -> Outputs:
+        runs = _parts(shapes, {**a, "splits": plan.HOPPER_PAIR})
+        *head, channels = runs["partial"]
+        halves = {"partial": (*head, channels // plan.HOPPER_PAIR)}
+        return {**like_query(shapes, a), **runs, **halves}
+
     def sizes(shapes: Shapes, a: Attributes) -> Sizes:
         batch, steps = _dims(shapes["q_latent"], 2)
         return {
@@ -162,6 +169,7 @@ def _attends() -> list[Operation]:
 
     return [
         _operation("attend", whole, like_query, sizes, {"hopper": 0, "small": 0}),
+        _operation("attend_pair", lambda a: plan.attend_pair_hopper(_geometry(a)), pair, sizes),
         _operation("attend_split", split, _parts, sizes, {"splits": 2, "hopper": 0, "small": 0}),
         _operation(
             "merge",

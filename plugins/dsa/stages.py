@@ -86,6 +86,17 @@ def attend_split(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     return _runs(t, a, _list(t))
 
 
+def attend_pair(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """`attend`, and what the programs of two runs give to each other: the first run the second half
+    of its channels, the second run the first half.
+    """
+    runs = _runs(t, {**a, "splits": plan.HOPPER_PAIR}, _list(t))
+    first, second = runs["partial"].unbind(2)
+    half = a["latent"] // 2
+    given = torch.stack([first[..., half:], second[..., :half]], 2)
+    return {**attend(t, a), "partial": given, "partial_lse": runs["partial_lse"]}
+
+
 def _runs(t: Tensors, a: Attributes, tokens: Tensor) -> dict[str, Tensor]:
     """Attention over runs of lists int32 [B, S, any], in which -1 stands for no token."""
     run = -(-tokens.shape[2] // a["splits"])
@@ -242,6 +253,7 @@ DEFINITIONS: dict[str, Callable[[Tensors, Attributes], dict[str, Tensor]]] = {
     "select_chunk": select_chunk,
     "select_among": select_among,
     "attend": attend,
+    "attend_pair": attend_pair,
     "attend_split": attend_split,
     "merge": merge,
     "window_scores": window_scores,

@@ -37,8 +37,8 @@ SLIDING = dsa_plan.Geometry(
     dtype="float32",
 )  # fmt: skip
 # Layers that no chain below has: the draft layer's input is tested against its definition with the
-# kernel; the kernels of `attend_hopper`, `window` and `window_split` are for compute capability 9.0
-# only.
+# kernel; the kernels of `attend_hopper`, `attend_pair`, `window` and `window_split` are for compute
+# capability 9.0 only.
 ELSEWHERE = {"dsa::window", "mtp::embed_norms", "mtp::rms_norm"}
 
 # An empty slot, a padding slot, lengths around the budget, more than it.
@@ -297,6 +297,12 @@ def test_dsa_attention() -> None:
     assert (whole[1] == 0).all() and (whole[2, 2] == 0).all()
     parts = [dsa("attend_split", splits=2, **kernels), dsa("merge", splits=2)]
     assert (every_mixture(parts, inputs, "out") - whole).abs().max() < 2e-5
+    # Of two runs each gives the half of its channels that the other one finishes.
+    runs = chain(parts[:1], inputs, [False])["partial"]
+    pair = chain([dsa("attend_pair")], inputs, [False])
+    assert (pair["out"] - whole).abs().max() < 2e-5
+    assert torch.equal(pair["partial"][:, :, 0], runs[:, :, 0, :, 20:])
+    assert torch.equal(pair["partial"][:, :, 1], runs[:, :, 1, :, :20])
 
 
 @pytest.mark.parametrize("queries", [1, 2])

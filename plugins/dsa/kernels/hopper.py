@@ -9,6 +9,9 @@ for each tile it loads. Here four groups of four warps work side by side on 64 h
 - two consumers make half of the output each, from the probabilities in shared memory, while the
   scorer is at the next tile.
 
+Where two runs per list fill the GPU, the two programs of a list form a cluster: each gives one half
+of its output to the other one, through the L2 cache, and finishes the other half.
+
 Sizes are Dots3's: a latent of 512 and a rotary part of 64, heads a multiple of 64, bfloat16.
 `hopper_window` shares the second half of the work.
 """
@@ -25,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from plugins.dsa.kernels import pair
 from plugins.dsa.kernels.attention import LOG2_E, LOWEST, tokens_of
 
 # Triton 3.9 renamed these two.
@@ -56,6 +60,7 @@ _HEADS_IN_OUTPUT = gl.constexpr(gl.SliceLayout(1, _OUTPUT.value))
 def _loader(
     q_latent, q_rope, rows, tokens, first, last, tiles,
     ql, qr, latents, ropes, full, empty,
+    PAIR: gl.constexpr,
 ):  # fmt: skip
     """Queries once, then the tiles of entries [first, last) of the token list."""
     line = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, _COPY))
@@ -76,6 +81,9 @@ def _loader(
         _gather(latents.index(stage), at + lane[None, :], mask=used[:, None])
         _gather(ropes.index(stage), at + (LATENT + rope_lane)[None, :], mask=used[:, None])
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+    if PAIR:
+        pair.publish(tiles)
+        pair.meet(tiles)
 
 
 @gluon.jit
@@ -85,16 +93,15 @@ def zero(step):
 
 
 @gluon.jit
-def _scores(ql, qr, latents, ropes, full, step):
-    """The scores of tile `step`, in flight."""
+def scores(ql, qr, latents, turned, full, step):
+    """The scores of tile `step`, in flight; `turned` are its rotary parts."""
     stage = step % 2
     mbarrier.wait(full.index(stage), (step // 2) & 1)
     fence_async_shared()
     none = gl.zeros((BLOCK_H, BLOCK_N), gl.float32, layout=_SCORES)
     keys = latents.index(stage).permute((1, 0))
     dots = warpgroup_mma(ql.index(zero(step)), keys, none, use_acc=False, is_async=True)
-    keys = ropes.index(stage).permute((1, 0))
-    return warpgroup_mma(qr.index(zero(step)), keys, dots, is_async=True)
+    return warpgroup_mma(qr.index(zero(step)), turned.permute((1, 0)), dots, is_async=True)
 
 
 @gluon.jit
@@ -144,30 +151,32 @@ def finish(
 def _scorer(
     tiles, count, opened, lse,
     ql, qr, latents, ropes, weights, factors, full, made, taken,
-    FACTOR: gl.constexpr, SPLIT: gl.constexpr,
+    FACTOR: gl.constexpr, SPLIT: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities. All tiles but the last are full."""
     maximum = gl.full((BLOCK_H,), LOWEST, gl.float32, layout=_HEADS_IN_SCORES)
     normalizer = gl.zeros((BLOCK_H,), gl.float32, layout=_HEADS_IN_SCORES)
     last = tiles - 1
     for step in range(last):
-        score = warpgroup_mma_wait(0, deps=[_scores(ql, qr, latents, ropes, full, step)])
+        dots = scores(ql, qr, latents, ropes.index(step % 2), full, step)
+        score = warpgroup_mma_wait(0, deps=[dots])
         maximum, normalizer = hand_over(
             score, step, count, maximum, normalizer, weights, factors, made, taken, FACTOR, False
         )
-    score = warpgroup_mma_wait(0, deps=[_scores(ql, qr, latents, ropes, full, last)])
+    dots = scores(ql, qr, latents, ropes.index(last % 2), full, last)
+    score = warpgroup_mma_wait(0, deps=[dots])
     maximum, normalizer = hand_over(
         score, last, count, maximum, normalizer, weights, factors, made, taken, FACTOR, True
     )
     finish(tiles, opened, lse, True, maximum, normalizer, factors, made, taken, SPLIT)
+    if PAIR:
+        pair.publish(tiles)
+        pair.meet(tiles)
 
 
 @gluon.jit
-def consumer(
-    me: gl.constexpr, tiles, out, latents, weights, factors, full, empty, made, taken,
-    STRIDE: gl.constexpr,
-):  # fmt: skip
-    """Channels me * PART .. of the output, stored; STRIDE channels from head to head."""
+def _products(me: gl.constexpr, tiles, latents, weights, factors, full, empty, made, taken):
+    """Channels me * PART .. of the output. Afterwards all buffers are free."""
     total = gl.zeros((BLOCK_H, PART), gl.float32, layout=_OUTPUT)
     for step in range(tiles):
         stage = step % 2
@@ -180,14 +189,73 @@ def consumer(
         mbarrier.arrive(taken, count=1)
         mbarrier.arrive(empty.index(stage), count=1)
     mbarrier.wait(made, tiles & 1)
-    total = total * factors.load(_HEADS_IN_OUTPUT)[:, None]
+    return total * factors.load(_HEADS_IN_OUTPUT)[:, None]
+
+
+@gluon.jit
+def consumer(
+    me: gl.constexpr, tiles, out, latents, weights, factors, full, empty, made, taken,
+    STRIDE: gl.constexpr,
+):  # fmt: skip
+    """Channels me * PART .. of the output, stored; STRIDE channels from head to head."""
+    total = _products(me, tiles, latents, weights, factors, full, empty, made, taken)
     if out.dtype.element_ty == gl.float32:
         store(out, total, me * PART, STRIDE, _OUTPUT)
     else:
-        # All products are done: a buffer is free, and turns the output into whole lines.
-        place = latents.index(0).slice(me * PART, PART, dim=1)
-        place.store(total.to(gl.bfloat16))
-        store(out, place.load(_LINES), me * PART, STRIDE, _LINES)
+        _store_lines(me, out, total, latents, STRIDE)
+
+
+@gluon.jit
+def _store_lines(me: gl.constexpr, out, total, latents, STRIDE: gl.constexpr):
+    """A buffer of tiles turns channels me * PART .. of the output into whole lines."""
+    place = latents.index(0).slice(me * PART, PART, dim=1)
+    place.store(total.to(gl.bfloat16))
+    store(out, place.load(_LINES), me * PART, STRIDE, _LINES)
+
+
+@gluon.jit
+def _consumer(
+    me: gl.constexpr, rank, tiles, gate, out, partial, lse,
+    latents, weights, factors, full, empty, made, taken,
+    HEADS: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """`consumer`; of a pair's run, half of the output is given to the other program.
+
+    `partial` and `lse` are those of the first run.
+    """
+    if PAIR:
+        total = _products(me, tiles, latents, weights, factors, full, empty, made, taken)
+        _exchange(me, rank, tiles, gate, out, partial, lse, total, latents, HEADS)
+    else:
+        consumer(me, tiles, out, latents, weights, factors, full, empty, made, taken, LATENT)
+
+
+@gluon.jit
+def _exchange(
+    me: gl.constexpr, rank, tiles, gate, out, partial, lse, total, latents, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Channels me * PART .. of a run: given to the other program, or finished with its own."""
+    run: gl.constexpr = HEADS * PART
+    if rank != me:
+        store(partial + rank * run, total, 0, PART, _OUTPUT)
+        pair.publish(tiles)
+        pair.meet(tiles)
+    else:
+        pair.publish(tiles)
+        head = gl.arange(0, BLOCK_H, layout=_HEADS_IN_OUTPUT)
+        opened = gl.load(gate + head).to(gl.float32)
+        pair.meet(tiles)
+        mine = gl.load(lse + me * HEADS + head)
+        theirs = gl.load(lse + (1 - me) * HEADS + head)
+        # Two empty runs have LOWEST both: equal weights on zeros give zeros.
+        most = gl.maximum(mine, theirs)
+        mine = gl.exp2(mine - most)
+        theirs = gl.exp2(theirs - most)
+        factor = 1.0 / ((1.0 + gl.exp2(-opened * LOG2_E)) * (mine + theirs))
+        lane = gl.arange(0, PART, layout=gl.SliceLayout(0, _OUTPUT))
+        other = gl.load(partial + (1 - me) * run + head[:, None] * PART + lane[None, :])
+        total = total * (mine * factor)[:, None] + other * (theirs * factor)[:, None]
+        _store_lines(me, out, total, latents, LATENT)
 
 
 @gluon.jit
@@ -201,9 +269,13 @@ def store(out, part, first: gl.constexpr, width: gl.constexpr, LAYOUT: gl.conste
 @gluon.jit
 def _program(
     q_latent, q_rope, cache, tokens, slot, row, first_head, first, last, opened, out, lse, C, K,
-    HEADS: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr,
+    rank, gate, partial, pair_lse,
+    HEADS: gl.constexpr, SCALE: gl.constexpr, SPLIT: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """Everything of one program; `lse` gets the base-2 log-sum-exp of runs."""
+    """Everything of one program; `lse` gets the base-2 log-sum-exp of runs.
+
+    The arguments behind K are those of a PAIR of runs.
+    """
     ql = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, LATENT], _TILE)
     qr = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, ROPE], _TILE)
     latents = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, LATENT], _TILE)
@@ -229,23 +301,29 @@ def _program(
                 _scorer,
                 (
                     tiles, last - first, opened, lse, ql, qr, latents, ropes, weights, factors,
-                    full, made, taken, SCALE * LOG2_E, SPLIT,
+                    full, made, taken, SCALE * LOG2_E, SPLIT, PAIR,
                 ),
             ),
             (
-                consumer,
-                (0, tiles, out, latents, weights, factors, full, empty, made, taken, LATENT),
+                _consumer,
+                (
+                    0, rank, tiles, gate, out, partial, pair_lse,
+                    latents, weights, factors, full, empty, made, taken, HEADS, PAIR,
+                ),
             ),
             (
-                consumer,
-                (1, tiles, out, latents, weights, factors, full, empty, made, taken, LATENT),
+                _consumer,
+                (
+                    1, rank, tiles, gate, out, partial, pair_lse,
+                    latents, weights, factors, full, empty, made, taken, HEADS, PAIR,
+                ),
             ),
             (
                 _loader,
                 (
                     q_latent + at * LATENT, q_rope + at * ROPE,
                     cache + slot.to(gl.int64) * C * WIDTH, tokens + row.to(gl.int64) * K,
-                    first, last, tiles, ql, qr, latents, ropes, full, empty,
+                    first, last, tiles, ql, qr, latents, ropes, full, empty, PAIR,
                 ),
             ),
         ],
@@ -271,7 +349,7 @@ def attend_whole(
     opened = 1.0 / (1.0 + gl.exp2(-opened * LOG2_E))
     _program(
         q_latent, q_rope, cache, tokens, slot, row, first_head, 0, count, opened,
-        out + at * LATENT, out, C, K, HEADS, SCALE, False,
+        out + at * LATENT, out, C, K, 0, gate, out, out, HEADS, SCALE, False, False,
     )  # fmt: skip
 
 
@@ -294,5 +372,36 @@ def attend_split(
     opened = gl.full((BLOCK_H,), 1.0, gl.float32, layout=_HEADS_IN_SCORES)
     _program(
         q_latent, q_rope, cache, tokens, slot, row, first_head, first, last, opened,
-        partial + at * LATENT, partial_lse + at, C, K, HEADS, SCALE, True,
+        partial + at * LATENT, partial_lse + at, C, K, 0, partial, partial, partial,
+        HEADS, SCALE, True, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_pair(
+    q_latent, q_rope, cache, tokens, past, new, gate,
+    S, C, K,
+    out, partial, partial_lse,
+    SCALE: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Like `attention.attend_whole`, in two runs. Grid (2 H / 64, rows), clusters of 2, 4 warps.
+
+    What the programs give to each other: partial float32 [B, S, 2, H, L / 2], of the first run the
+    second half of the channels, of the second run the first; partial_lse float32 [B, S, 2, H],
+    base 2.
+    """
+    row = gl.program_id(1)
+    rank = gl.program_id(0) % 2
+    first_head = gl.program_id(0) // 2 * BLOCK_H
+    slot, count = tokens_of(past, new, row, S, K)
+    run = gl.cdiv(gl.cdiv(count, BLOCK_N), 2) * BLOCK_N
+    first = gl.minimum(rank * run, count)
+    last = gl.minimum(first + run, count)
+    at = row.to(gl.int64) * HEADS + first_head
+    runs = row.to(gl.int64) * 2 * HEADS + first_head
+    opened = gl.full((BLOCK_H,), 1.0, gl.float32, layout=_HEADS_IN_SCORES)
+    _program(
+        q_latent, q_rope, cache, tokens, slot, row, first_head, first, last, opened,
+        out + at * LATENT, partial_lse + runs + rank * HEADS, C, K,
+        rank, gate + at, partial + runs * PART, partial_lse + runs, HEADS, SCALE, True, True,
     )  # fmt: skip

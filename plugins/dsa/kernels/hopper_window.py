@@ -16,9 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -36,7 +34,7 @@ from plugins.dsa.kernels.hopper import (
     consumer,
     finish,
     hand_over,
-    zero,
+    scores,
 )
 
 LATENT = gl.constexpr(1024)
@@ -84,21 +82,10 @@ def _loader(
 
 
 @gluon.jit
-def _scores(ql, qr, latents, ropes, full, step):
-    """This program's part of the scores of tile `step`, in flight."""
-    stage = step % 2
-    mbarrier.wait(full.index(stage), (step // 2) & 1)
-    fence_async_shared()
-    none = gl.zeros((BLOCK_H, BLOCK_N), gl.float32, layout=_SCORES)
-    keys = latents.index(stage).permute((1, 0))
-    dots = warpgroup_mma(ql.index(zero(step)), keys, none, use_acc=False, is_async=True)
-    return warpgroup_mma(qr.index(zero(step)), ropes.permute((1, 0)), dots, is_async=True)
-
-
-@gluon.jit
 def _exchanged(exchange, peer, at, ql, qr, latents, ropes, full, rope_empty, step):
     """The scores of a tile: this program's part and the other one's."""
-    score = warpgroup_mma_wait(0, deps=[_scores(ql, qr, latents, ropes, full, step)])
+    dots = scores(ql, qr, latents, ropes, full, step)
+    score = warpgroup_mma_wait(0, deps=[dots])
     mbarrier.arrive(rope_empty, count=1)
     if step > 0:
         pair.wait_taken(exchange, step - 1)

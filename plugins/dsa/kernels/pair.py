@@ -29,6 +29,10 @@ _COME = gl.constexpr("""
 barrier.cluster.arrive.relaxed.aligned;
 mov.u32 $0, 0;
 """)
+_PUBLISH = gl.constexpr("""
+barrier.cluster.arrive.release.aligned;
+mov.u32 $0, 0;
+""")
 _MEET = gl.constexpr("""
 barrier.cluster.wait.acquire.aligned;
 mov.u32 $0, 0;
@@ -93,6 +97,13 @@ def open_exchange(row):
 def come(exchange):
     """Every warp of both programs calls this once, early, and `meet` once, later."""
     gl.inline_asm_elementwise(_COME, _DONE, [exchange], gl.int32, False, 1)
+
+
+@gluon.jit
+def publish(any_integer):
+    """`come`, and what this program has written to global memory is there for the other one that
+    has met."""
+    gl.inline_asm_elementwise(_PUBLISH, _DONE, [any_integer], gl.int32, False, 1)
 
 
 @gluon.jit
