@@ -501,7 +501,7 @@ def use_compiled(directory: Path) -> None:
         list(pool.map(load, read_bundle(directory).items()))
 
     def launch(self: KernelSpec, tensors: Any, values: Any) -> None:
-        loaded[self.key].run(self, tensors, values)
+        loaded[self.key].run(self, tensors, values, early=False)
 
     KernelSpec.launch = launch  # type: ignore[method-assign]
     kernel.launch = launch

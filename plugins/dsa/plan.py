@@ -164,6 +164,7 @@ def attend_pair_hopper(g: Geometry) -> KernelSpec:
         outputs=(*whole.outputs, *_parts()),
         grid=lambda v: (HOPPER_PAIR * g.heads // HOPPER_HEADS, v["rows"]),
         cluster=HOPPER_PAIR,
+        early=True,
     )
 
 
