@@ -1,12 +1,13 @@
 """Rows of the hashed n-gram table: decode steps and prompts, from memory and from disk.
 
-    python -m benchmarks.ngram --file /path/with/space/table --gigabytes 8.2
+    python -m benchmarks.ngram --file /path/with/space/table --gigabytes 8.2 [--text DIR]
 
 Writes the data once (really, no holes) and reads it as a BF16, an FP8 and an NVFP4 table of that
 size, by the constants of the released model with as many rows per hash head as fit. Tokens are
 random, so nearly every row is another page: the worst case. "Warm" means preloaded, as a server
-does it; "small pages" read and mapped as other files are; "not mapped" in the page cache only;
-"cold" on disk only.
+does it, and gathered by compiled code (standard error tells) or, in turn with it, by numpy; "small
+pages" read and mapped as other files are; "not mapped" in the page cache only; "cold" on disk only.
+With a tokenizer (`benchmarks.vocabulary`) also 64 places of real texts, step by step.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from plugins.ngram import layer_constants
@@ -32,7 +35,11 @@ from runtime.rows import Row
 _VOCABULARY, _WIDTH, _HEADS, _EOS = 248320, 160, 16, 248044
 _HEADER = 4096
 _SEQUENCES, _PROMPT = 64, 4096
+_STEPS = 500
+_KINDS = ("bf16", "fp8", "nvfp4")
 _TABLE = "t.weight"
+
+Call = Callable[[], object]
 
 
 def write_data(path: Path, size: int) -> None:
@@ -107,7 +114,7 @@ def drop(path: Path) -> None:
 
 def populate(gather: NgramGather) -> None:
     """Have the table read and mapped in small pages."""
-    for part in gather._table._parts:
+    for part in gather._table.parts:
         part._map.madvise(mmap.MADV_NORMAL)
         part._map.madvise(mmap.MADV_NOHUGEPAGE)
         part._map.madvise(getattr(mmap, "MADV_POPULATE_READ", 22))
@@ -151,19 +158,59 @@ class Calls:
 
         return run
 
+    def text(self, gather: NgramGather, texts: list[npt.NDArray[np.int64]]) -> Iterator[Call]:
+        """500 steps at 64 places of as many texts, token by token."""
+        chosen = self._numbers.choice(len(texts), _SEQUENCES, replace=False)
+        ids = [texts[i] for i in chosen]
+        starts = [int(self._numbers.integers(2, len(one) - _STEPS)) for one in ids]
+        for step in range(_STEPS):
+            last = np.stack(
+                [one[s + step - 2 : s + step + 1] for one, s in zip(ids, starts, strict=True)]
+            )
+            tokens, context = last[:, 2:].copy(), last[:, :2].copy()
+            yield lambda t=tokens, c=context: gather(t, c, np.ones(_SEQUENCES, np.int64))
 
-def milliseconds(calls: Iterator[Callable[[], object]]) -> str:
+
+def read_texts(tokenizer: Path) -> list[npt.NDArray[np.int64]]:
+    """Ids of the longer texts of `benchmarks.vocabulary`."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.vocabulary import sources
+
+    encode = AutoTokenizer.from_pretrained(tokenizer)
+    chosen = islice((text for text in sources() if len(text) > 20_000), 200)
+    texts = [np.array(encode(t[:40_000], add_special_tokens=False)["input_ids"]) for t in chosen]
+    return [text for text in texts if len(text) > 2 * _STEPS]
+
+
+def timed(call: Call) -> float:
+    """Milliseconds that a call takes, or that it says."""
+    start = time.perf_counter()
+    waited = call()
+    return (waited if isinstance(waited, float) else time.perf_counter() - start) * 1e3
+
+
+def written(times: list[float]) -> str:
     """Median and fastest."""
-    times = []
-    for call in calls:
-        start = time.perf_counter()
-        waited = call()
-        elapsed = waited if isinstance(waited, float) else time.perf_counter() - start
-        times.append(elapsed * 1e3)
     return f"{statistics.median(times):.3g} ({min(times):.3g})"
 
 
-def measure(path: Path, kind: str, size: int) -> list[str]:
+def milliseconds(calls: Iterable[Call]) -> str:
+    """Median and fastest of calls."""
+    return written([timed(call) for call in calls])
+
+
+def both(gather: NgramGather, calls: Iterable[Call]) -> list[str]:
+    """Calls by compiled code and by numpy in turn: the machine's bad moments hit both."""
+    compiled, times = gather._compiled, ([], [])
+    for number, call in enumerate(calls):
+        gather._compiled = None if number % 2 else compiled
+        times[number % 2].append(timed(call))
+    gather._compiled = compiled
+    return [written(one) for one in times]
+
+
+def measure(path: Path, kind: str, size: int, texts: list[npt.NDArray[np.int64]]) -> list[str]:
     """One row of the table; what preloading did goes to standard error."""
     rows = describe(path, kind, size)
     calls = Calls()
@@ -184,9 +231,11 @@ def measure(path: Path, kind: str, size: int) -> list[str]:
         start = time.perf_counter()
         print(gather.preload(), file=sys.stderr)
         loads.append(f"{time.perf_counter() - start:.1f}")
-    warm = milliseconds(calls.decode(gather) for _ in range(1000))
-    warm_prompt = milliseconds(calls.prompt(gather) for _ in range(10))
-    return [*cells, warm, small, unmapped, cold, warm_prompt, cold_prompt, cold_chunks, *loads]
+    warm = both(gather, (calls.decode(gather) for _ in range(2000)))
+    warm_text = both(gather, calls.text(gather, texts)) if texts else ["", ""]
+    prompt = both(gather, (calls.prompt(gather) for _ in range(20)))
+    cells += [*warm, *warm_text, small, unmapped, cold]
+    return [*cells, *prompt, cold_prompt, cold_chunks, *loads]
 
 
 def main() -> None:
@@ -194,17 +243,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--file", type=Path, required=True, help="made where it does not exist")
     parser.add_argument("--gigabytes", type=float, default=8.2)
+    parser.add_argument("--text", type=Path, metavar="DIR", help="tokenizer for real texts")
+    parser.add_argument("--only", choices=_KINDS, nargs="+", default=_KINDS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     size = int(arguments.gigabytes * 1e9)
     if not arguments.file.exists():
         write_data(arguments.file, size)
+    texts = read_texts(arguments.text) if arguments.text else []
     print("ms, median (fastest)\n")
-    names = ["table", "GB", "decode warm", "small pages", "not mapped", "cold", "4096 warm", "cold"]
+    names = ["table", "GB", "decode warm", "by numpy", "text warm", "by numpy", "small pages"]
+    names += ["not mapped", "cold", "4096 warm", "by numpy", "cold"]
     names += ["cold in chunks of 512, 200 ms apart", "preload s", "again s"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for kind in ("bf16", "fp8", "nvfp4"):
-        print(f"| {' | '.join(measure(arguments.file, kind, size))} |", flush=True)
+    for kind in arguments.only:
+        print(f"| {' | '.join(measure(arguments.file, kind, size, texts))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from build_scripts.packages import PACKAGES, Package
+from runtime.host_inputs.compiled import INSTALL, find_compiler
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def survey() -> Survey:
         "processor": f"{os.cpu_count()} cores, {platform.machine()}",
         "memory": _memory_gb(),
         "shared memory": _shared_memory(),
+        "C compiler": find_compiler() or f"none: n-gram tables are read more slowly; {INSTALL}",
         "gpu": "; ".join(f"{g['name']} (compute {g['compute_capability']})" for g in gpus)
         or "none",
     }

@@ -18,12 +18,17 @@ import torch
 
 from plugins.ngram import NgramConstants, row_ids
 from plugins.support.dtypes import BY_NAME
-from plugins.support.errors import InputError
+from plugins.support.errors import CapabilityError, InputError
 from runtime.contract import TOKEN_BLOCK, NgramEmbedding, TensorSpec
+from runtime.host_inputs.compiled import CompiledGather, compile_library
 from runtime.host_inputs.table import StoredTable
 from runtime.rows import Row
 
 Int64 = npt.NDArray[np.int64]
+
+# 128 rows from memory take a hundredth of this, on a host that takes pages away a fifth; reads of
+# evicted rows from disk more.
+_WAITED_NS = 1_600_000
 
 
 class NgramGather:
@@ -53,6 +58,14 @@ class NgramGather:
                 found=f"{len(spec.sizes)} heads of width {self._table.width}",
             )
 
+        if min(spec.sizes) < 1 or min(spec.offsets) < 0:
+            raise InputError(
+                "the hash heads of the n-gram table are not as they must be",
+                where=f"{spec.name} of the engine's configuration",
+                expected="sizes from 1, offsets from 0",
+                found=f"sizes from {min(spec.sizes)}, offsets from {min(spec.offsets)}",
+                fix="build the engine again",
+            )
         needed = max(o + s for o, s in zip(spec.offsets, spec.sizes, strict=True))
         if needed > self._table.rows:
             raise InputError(
@@ -61,6 +74,7 @@ class NgramGather:
                 expected=f"at least {needed} rows",
                 found=str(self._table.rows),
             )
+        self._compiled: CompiledGather | None = None
         self._reader = ThreadPoolExecutor(1, "ngram-prefetch")
         self._reading: Future[None] | None = None
 
@@ -70,9 +84,14 @@ class NgramGather:
         """[B, S, heads * width]; equal rows of one call are read once.
 
         The rows of the same number of prompt tokens after these are read in the background, while
-        the engine works on what is returned.
+        the engine works on what is returned, unless the table was preloaded and compiled code
+        gathers from it.
         """
         batch, columns = tokens.shape
+        if self._compiled is not None:
+            result = torch.empty(batch, columns, self._width, dtype=self._dtype)
+            self._gather_compiled(self._compiled, (tokens, context, lengths), result)
+            return result
         ids = row_ids(tokens, self._constants, self.fill, context)
         valid = np.arange(columns) < lengths[:, None]
         if valid.all():
@@ -91,7 +110,54 @@ class NgramGather:
 
     def preload(self) -> str:
         """Bring the table into memory where it fits; one line that says what was done."""
-        return self._table.preload()
+        said = self._table.preload()
+        how = self._compile() if all(part.preloaded for part in self._table.parts) else ""
+        return f"{said}; {how}" if how else said
+
+    def _compile(self) -> str:
+        """Have calls done by compiled code from now on; one line that says whether they are.
+
+        A table whose rows are cast, or decoded to a type of 32 bits, stays with numpy: "".
+        """
+        table = self._table
+        cast = table.meanings is None and table.parts[0].dtype.torch != table.dtype
+        if cast or (table.meanings is not None and table.dtype.itemsize != 2):
+            return ""
+        slower = "rows are gathered by numpy, which takes up to twice as long"
+        try:
+            library = compile_library()
+        except CapabilityError as error:
+            return f"{slower}: {'; '.join([error.what, *error.details().values()])}"
+        parts = [part.bytes for part in table.parts]
+        found = CompiledGather(parts, table.meanings, self._constants, self.fill, library)
+        # What this compiler made of it for this processor was never tried anywhere else.
+        numbers = np.random.default_rng(0)
+        tokens = numbers.integers(0, self.fill + 1, (8, 4))
+        context = numbers.integers(0, self.fill + 1, (8, self.context_tokens))
+        tokens[0, 1] = context[1, -1] = self.fill
+        call = tokens, context, np.arange(8) % 5
+        expected = self(*call)
+        result = torch.empty_like(expected)
+        self._gather_compiled(found, call, result)
+        if not torch.equal(result.view(torch.uint8), expected.view(torch.uint8)):
+            return f"{slower}: compiled code gives other values here"
+        self._compiled = found
+        return "rows are gathered by compiled code"
+
+    def _gather_compiled(
+        self, compiled: CompiledGather, call: tuple[Int64, Int64, Int64], out: torch.Tensor
+    ) -> None:
+        """Rows of one call, zeros at padding, to `out` [B, S, heads * width].
+
+        Equal rows are not looked for: the second time the processor's cache has them.
+        """
+        rows = compiled.hash(*call)
+        done = compiled.gather(rows, out, _WAITED_NS)
+        if done < len(rows):
+            # Evicted since they were preloaded: have the others read side by side.
+            left = rows[done:]
+            self._table.request(left[left >= 0])
+            compiled.gather(left, out.view(-1, self._table.width)[done:])
 
     def _gather(self, wanted: Int64, out: torch.Tensor) -> None:
         """Rows int64 [n] to `out` [n, row width]."""

@@ -49,6 +49,8 @@ class MappedTable:
         dtype: of its elements.
         row_bytes: bytes of a row.
         nbytes: bytes of all rows.
+        bytes: the mapped rows, uint8 [rows, row_bytes].
+        preloaded: whether all rows were brought into memory.
 
     Raises InputError when the tensor is missing, not two-dimensional or of unknown dtype.
     """
@@ -68,18 +70,18 @@ class MappedTable:
         self.nbytes = self.rows * self.row_bytes
         self._begin = stored.begin
         self._path = path
-        self._preloaded = False
+        self.preloaded = False
         self._file = path.open("rb")
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         # Rows are a few hundred bytes at random places: reading ahead would multiply the traffic.
         self._map.madvise(mmap.MADV_RANDOM)
         flat = np.frombuffer(self._map, np.uint8, self.nbytes, offset=self._begin)
-        self._bytes = flat.reshape(self.rows, self.row_bytes)
+        self.bytes = flat.reshape(self.rows, self.row_bytes)
 
     def preload(self, reporter: Reporter, deadline: float) -> Loaded:
         """Bring the whole table into memory, see `runtime.host_inputs.preload.preload`."""
         loaded = preload(self._path, self._map, self._begin, self.nbytes, reporter, deadline)
-        self._preloaded = loaded.bytes == self.nbytes
+        self.preloaded = loaded.bytes == self.nbytes
         return loaded
 
     def gather(self, rows: Int64, out: Bytes, *, probe: bool = True) -> bool:
@@ -95,13 +97,13 @@ class MappedTable:
             together, so that their reads ran side by side instead of one after the other.
         """
         done, count, waited = 0, _PROBE if probe else _PIECE, False
-        if self._preloaded:
+        if self.preloaded:
             # Asking costs as much as the rows of a small piece.
             count = len(rows)
         while done < len(rows):
             piece = slice(done, done + count)
             start = time.perf_counter_ns()
-            self._bytes.take(rows[piece], axis=0, out=out[piece], mode="clip")
+            self.bytes.take(rows[piece], axis=0, out=out[piece], mode="clip")
             done, count = done + count, _PIECE
             limit = _WAITED_NS * max(1, len(out[piece]) // _PIECE)
             if not waited and time.perf_counter_ns() - start > limit:
@@ -131,6 +133,9 @@ class StoredTable:
     Attributes:
         rows, width: of the values.
         dtype: of the values.
+        parts: what is stored: the codes or plain values and, of NVFP4, their scales.
+        meanings: values of the codes, FP8 [256], NVFP4 [256 scales, 16 codes]; None where rows are
+            plain.
 
     Raises InputError for an element type that cannot be read or a scale that is missing or unfit:
     codes without their scale would give wrong text and no error. Not for several threads, except
@@ -141,12 +146,14 @@ class StoredTable:
         self._codes = MappedTable(path, name)
         self.rows, self.width, self.dtype = self._codes.rows, self._codes.width, dtype
         self._blocks: MappedTable | None = None
+        self.meanings: torch.Tensor | None = None
         self._values: Bytes | None = None
         module = name.removesuffix(".weight")
         kind = self._codes.dtype.name
         if kind == "float8_e4m3fn":
             factor = _one_value(path, f"{module}.weights_scaling_factor")
-            self._values = _fp8_values(factor, dtype, pairs=self.width % 2 == 0)
+            self.meanings = _fp8_meanings(factor, dtype)
+            self._values = _fp8_values(self.meanings, pairs=self.width % 2 == 0)
         elif kind == "uint8":
             self.width *= 2
             self._blocks = MappedTable(path, f"{module}.weights_scaling_factor")
@@ -159,7 +166,8 @@ class StoredTable:
                     found=str([self._blocks.rows, self._blocks.width]),
                 )
             factor = _one_value(path, f"{module}.weights_scaling_factor_2")
-            self._values = _nvfp4_values(factor, dtype)
+            self.meanings = _nvfp4_meanings(factor, dtype)
+            self._values = _nvfp4_values(self.meanings)
         elif kind not in COMPUTE_DTYPES:
             raise InputError(
                 "no way to read an n-gram table of this type",
@@ -167,9 +175,9 @@ class StoredTable:
                 expected=f"{', '.join(COMPUTE_DTYPES)}, float8_e4m3fn or uint8 (NVFP4)",
                 found=kind,
             )
-        self._parts = [self._codes] if self._blocks is None else [self._codes, self._blocks]
+        self.parts = [self._codes] if self._blocks is None else [self._codes, self._blocks]
         # Used again by every call: fresh memory costs more than the work done in it.
-        self._buffers = [np.empty((_FETCH, part.row_bytes), np.uint8) for part in self._parts]
+        self._buffers = [np.empty((_FETCH, part.row_bytes), np.uint8) for part in self.parts]
         self._lookups = self._new_lookups()
 
     def _new_lookups(self) -> tuple[Bytes, ...]:
@@ -186,7 +194,7 @@ class StoredTable:
 
     def preload(self) -> str:
         """Bring the table into memory where it fits; one line that says what was done."""
-        total = sum(part.nbytes for part in self._parts)
+        total = sum(part.nbytes for part in self.parts)
         about = f"n-gram table of {size(total)}"
         available = available_bytes()
         if not fits(total, available):
@@ -194,7 +202,7 @@ class StoredTable:
             return f"{about}: rows are read on demand, {memory} of memory is available"
         deadline = time.monotonic() + LONGEST_S
         with progress("n-gram table", total, "bytes") as reporter:
-            loaded = [part.preload(reporter, deadline) for part in self._parts]
+            loaded = [part.preload(reporter, deadline) for part in self.parts]
         done, huge = (sum(getattr(p, name) for p in loaded) for name in ("bytes", "huge"))
         rest = "" if done == total else f"; the rest is read on demand, {LONGEST_S:.0f} s are over"
         return f"{about}: {size(done)} in memory, {size(huge)} in huge pages{rest}"
@@ -209,15 +217,14 @@ class StoredTable:
             into = target[first : first + _FETCH]
             fetched = [into] if direct else [buffer[: len(piece)] for buffer in self._buffers]
             waited = False
-            for part, buffer in zip(self._parts, fetched, strict=True):
+            for part, buffer in zip(self.parts, fetched, strict=True):
                 if waited and not requested:
                     part.request(piece)
                 waited |= part.gather(piece, buffer, probe=first == 0)
             if waited and not requested:
                 # What comes later is not there either: have it read while this is decoded.
                 requested = True
-                for part in self._parts:
-                    part.request(rows[first + _FETCH :])
+                self.request(rows[first + _FETCH :])
             if self._values is not None:
                 values = into.view(self._values.dtype)
                 for start in range(0, len(piece), _STRIP):
@@ -227,9 +234,14 @@ class StoredTable:
                 plain = torch.from_numpy(fetched[0]).view(self._codes.dtype.torch)
                 out[first : first + _FETCH].copy_(plain)
 
+    def request(self, rows: Int64) -> None:
+        """Have rows read into the page cache, without waiting for them."""
+        for part in self.parts:
+            part.request(rows)
+
     def prefetch(self, rows: Int64) -> None:
         """Read rows so that a later `gather` finds them in memory. From any one thread."""
-        for part in self._parts:
+        for part in self.parts:
             scratch = np.empty((_FETCH, part.row_bytes), np.uint8)
             for first in range(0, len(rows), _FETCH):
                 piece = rows[first : first + _FETCH]
@@ -255,23 +267,32 @@ class StoredTable:
 _SPREAD = np.repeat(np.arange(256, dtype=np.uint16) << 8, _NVFP4_BLOCK // 2).view(np.complex128)
 
 
-def _fp8_values(factor: torch.Tensor, dtype: torch.dtype, *, pairs: bool) -> Bytes:
-    """What every e4m3 code means, or every two of them, the first in the low byte."""
+def _fp8_meanings(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What every e4m3 code means, [256]."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    values = (codes.float() * factor).to(dtype)
+    return (codes.float() * factor).to(dtype)
+
+
+def _fp8_values(meanings: torch.Tensor, *, pairs: bool) -> Bytes:
+    """The same as elements, or of every two codes, the first in the low byte."""
     if not pairs:
-        return _as_elements(values[:, None])
+        return _as_elements(meanings[:, None])
     both = torch.arange(65536)
-    return _as_elements(torch.stack([values[both & 255], values[both >> 8]], dim=1))
+    return _as_elements(torch.stack([meanings[both & 255], meanings[both >> 8]], dim=1))
 
 
-def _nvfp4_values(factor: torch.Tensor, dtype: torch.dtype) -> Bytes:
-    """What a byte of two codes means with every scale of its block: [scale * 256 + byte]."""
+def _nvfp4_meanings(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What every code means with every scale of its block, [256 scales, 16 codes]."""
     magnitudes = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
-    byte = torch.arange(256)
-    both = torch.stack([magnitudes[byte & 15], magnitudes[byte >> 4]], dim=1)
     scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * factor
-    return _as_elements((both * scales[:, None, None]).to(dtype).flatten(0, 1))
+    return (magnitudes * scales[:, None]).to(dtype)
+
+
+def _nvfp4_values(meanings: torch.Tensor) -> Bytes:
+    """What a byte of two codes means: [scale * 256 + byte]."""
+    byte = torch.arange(256)
+    both = torch.stack([meanings[:, byte & 15], meanings[:, byte >> 4]], dim=2)
+    return _as_elements(both.flatten(0, 1))
 
 
 def _as_elements(values: torch.Tensor) -> Bytes:

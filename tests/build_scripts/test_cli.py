@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +193,21 @@ def test_doctor_reports_every_dependency(capsys: pytest.CaptureFixture[str]) -> 
     assert states["torch"] == "ok"
     assert found["complete"]
     assert set(found["verbs"]) == {"convert", "build", "verify", "run", "repo", "serve"}
+
+
+def test_doctor_names_the_c_compiler_or_what_its_absence_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    for path, fact in (
+        (str(tmp_path), str(tmp_path / "gcc")),
+        ("", "none: n-gram tables are read more slowly; install a C compiler, on Debian: "),
+    ):
+        monkeypatch.setenv("PATH", path)
+        cli.execute(["doctor", "--json"])
+        found = json.loads(capsys.readouterr().out)["facts"]["C compiler"]
+        assert found.startswith(fact)
 
 
 def test_doctor_fails_when_a_required_package_is_broken(
