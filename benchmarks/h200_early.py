@@ -74,6 +74,7 @@ def specs() -> dict[str, KernelSpec]:
         qsa_plan.attend_hopper(BF16, qsa_plan.HOPPER_ROWS),
         dsa_plan.score_tokens(DSA, dsa.score_tiles(1)),
         dsa_plan.attend_split_hopper(DSA),
+        dsa_plan.attend_pair_hopper(DSA),
         dsa_plan.attend_whole_hopper(DSA),
     ]
     for g, rows in QSA_ROWS:
