@@ -2,11 +2,13 @@
 
     python -m benchmarks.frontend TOKENIZER_DIR [--seconds 4] [--tokens 200]
 
-Three Python models of one server, scheduled in the same way, get the same chats, as JSON over HTTP
-keep-alive connections of a bare client and with Triton's own Python client over gRPC: one that
-does nothing and returns as many ids, this project's `preprocessing`, and a plain model that calls
-AutoTokenizer and its chat template. Every request of a round is another text, prose from the
-documentation of Python's standard library; all have the same options.
+Three Python models of one server, scheduled in the same way, get the same chats: one that does
+nothing and returns as many ids, this project's `preprocessing`, and a plain model that calls
+AutoTokenizer and its chat template. Requests ask for the ids and their number. They are those of
+Triton's own Python clients, over HTTP sent through keep-alive connections of a bare one, and the
+generate endpoint's, which names no outputs and so gets all of them. Every request of a round is
+another text, prose from the documentation of Python's standard library; all have the same options.
+The models are measured in turns, five of each.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import importlib
 import json
 import random
+import re
 import selectors
 import socket
 import statistics
@@ -25,12 +28,15 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import cycle
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
 
 from plugins.support.errors import UsageError
 from triton_repo.frontend.chat import ChatTemplate
@@ -42,10 +48,15 @@ from triton_repo.models.base import limit_threads
 from triton_repo.server import TritonServer, running
 
 CLIENTS = (1, 8)
+# In turn, so that a slow moment of the machine meets all.
+MODELS = ("no_op", "preprocessing", "auto_tokenizer")
+TURNS = 5
 MAX_TOKENS = 16
 CONTEXT = 32768
 TOKENIZER = "preprocessing/1/tokenizer"
 CHATS = 2000
+OUTPUTS = ("INPUT_ID", "REQUEST_INPUT_LEN")
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 # Modules with long documentation; their words are the chats.
 DOCUMENTED = (
     "argparse", "ast", "asyncio", "codecs", "collections", "configparser", "contextlib", "csv",
@@ -111,19 +122,30 @@ class TritonPythonModel:
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """Requests per second and latencies in milliseconds."""
+    """Latencies in seconds of the requests of each turn of `turn_s` seconds."""
 
-    rate: float
-    p50: float
-    p99: float
+    turn_s: float
+    turns: list[list[float]] = field(default_factory=list)
 
-    @staticmethod
-    def of(latencies: list[float], seconds: float) -> Measured:
-        """From the latencies in seconds of all requests of a run."""
-        cuts = statistics.quantiles(latencies, n=100)
-        return Measured(len(latencies) / seconds, cuts[49] * 1e3, cuts[98] * 1e3)
+    @property
+    def rates(self) -> list[float]:
+        """Requests per second of each turn."""
+        return [len(turn) / self.turn_s for turn in self.turns]
+
+    def row(self, no_op: Measured | None) -> list[str]:
+        """Requests per second, their share of the no-op's, median and 99th percentile in ms.
+
+        Medians over turns, each compared with the no-op's turn before it.
+        """
+        cuts = statistics.quantiles([one for turn in self.turns for one in turn], n=100)
+        share = ""
+        if no_op:
+            pairs = zip(self.rates, no_op.rates, strict=True)
+            share = f"{statistics.median(mine / other for mine, other in pairs):.0%}"
+        rate = f"{statistics.median(self.rates):.0f}"
+        return [rate, share, f"{cuts[49] * 1e3:.2f}", f"{cuts[98] * 1e3:.2f}"]
 
 
 def prose() -> list[str]:
@@ -166,7 +188,7 @@ def chats(tokenizer: Tokenizer, tokens: int) -> list[str]:
     return made
 
 
-def alone(tokenizer: Tokenizer, texts: list[str], seconds: float) -> Measured:
+def alone(tokenizer: Tokenizer, texts: list[str], seconds: float) -> list[float]:
     """The library in one thread, without Triton."""
     server = FrontEnd(
         tokenizer,
@@ -176,19 +198,12 @@ def alone(tokenizer: Tokenizer, texts: list[str], seconds: float) -> Measured:
         chat_template=ChatTemplate(tokenizer.chat_template or "", tokenizer.special_tokens),
     )
     following = cycle(texts)
-    return measure_one(
-        lambda: prepare({"messages": next(following), "max_tokens": MAX_TOKENS}, server), seconds
-    )
-
-
-def measure_one(work: Callable[[], object], seconds: float) -> Measured:
-    """Call `work` again and again for `seconds`."""
     latencies = []
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
-        work()
+        prepare({"messages": next(following), "max_tokens": MAX_TOKENS}, server)
         latencies.append(time.perf_counter() - start)
-    return Measured.of(latencies, seconds)
+    return latencies
 
 
 class Connection:
@@ -208,30 +223,62 @@ class Connection:
     def receive(self) -> bool:
         """Take what has come; returns whether that completes an answer."""
         self._answer += self.socket.recv(1 << 16)
-        # The generate endpoint answers in chunks; an empty one is the last.
-        if not self._answer.endswith(b"\r\n0\r\n\r\n"):
+        head, ended, body = self._answer.partition(b"\r\n\r\n")
+        if not ended:
             return False
-        if b" 200 " not in self._answer[:20]:
-            raise RuntimeError(self._answer.decode()[:300])
-        self._answer = b""
-        return True
+        length = LENGTH.search(head)
+        # The generate endpoint answers in chunks; an empty one is the last.
+        whole = len(body) == int(length[1]) if length else body.endswith(b"\r\n0\r\n\r\n")
+        if whole and b" 200 " not in head[:20]:
+            raise RuntimeError(self._answer.decode(errors="replace")[:300])
+        if whole:
+            self._answer = b""
+        return whole
 
 
-def http_request(model: str, messages: str) -> bytes:
+def generate_request(model: str, messages: str) -> bytes:
     """A request of the generate endpoint, head and body."""
     body = json.dumps({"messages": messages, "REQUEST_OUTPUT_LEN": MAX_TOKENS}).encode()
-    head = f"POST /v2/models/{model}/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + body
+    return _post(f"{model}/generate", body, {})
+
+
+def infer_request(model: str, messages: str) -> bytes:
+    """What Triton's own Python client sends for the tensors that an engine takes."""
+    body, header = httpclient.InferenceServerClient.generate_request_body(
+        tensors(httpclient, messages),
+        outputs=[httpclient.InferRequestedOutput(name, binary_data=True) for name in OUTPUTS],
+    )
+    return _post(f"{model}/infer", body, {"Inference-Header-Content-Length": header})
+
+
+def _post(path: str, body: bytes, headers: dict[str, int]) -> bytes:
+    lines = [f"POST /v2/models/{path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def tensors(client: Any, messages: str) -> list[Any]:
+    """The inputs of a request, of one of Triton's Python clients."""
+    chat = client.InferInput("messages", [1, 1], "BYTES")
+    chat.set_data_from_numpy(np.array([[messages.encode()]], dtype=np.object_))
+    most = client.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")
+    most.set_data_from_numpy(np.array([[MAX_TOKENS]], dtype=np.int32))
+    return [chat, most]
 
 
 def over_http(
-    server: TritonServer, model: str, texts: list[str], clients: int, seconds: float
-) -> Measured:
+    request: Callable[[str, str], bytes],
+    server: TritonServer,
+    model: str,
+    texts: list[str],
+    clients: int,
+    seconds: float,
+) -> list[float]:
     """Requests of `clients` connections that one thread serves: threads of Python would wait for
     each other, and that would count as the server's latency.
     """
     latencies: list[float] = []
-    following = cycle([http_request(model, text) for text in texts])
+    following = cycle([request(model, text) for text in texts])
     with selectors.DefaultSelector() as ready, ExitStack() as open_sockets:
         for _ in range(clients):
             connection = Connection(server.ports.http)
@@ -244,28 +291,23 @@ def over_http(
                 if key.data.receive():
                     latencies.append(time.perf_counter() - key.data.sent)
                     key.data.send(next(following))
-    return Measured.of(latencies, seconds)
+    return latencies
 
 
 def over_grpc(
     server: TritonServer, model: str, texts: list[str], clients: int, seconds: float
-) -> Measured:
+) -> list[float]:
     """Requests of `clients` threads with Triton's own Python client, each with its own channel."""
     latencies: list[list[float]] = [[] for _ in range(clients)]
-    inputs = []
-    for text in texts:
-        messages = grpcclient.InferInput("messages", [1, 1], "BYTES")
-        messages.set_data_from_numpy(np.array([[text.encode()]], dtype=np.object_))
-        inputs.append(messages)
-    most = grpcclient.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")
-    most.set_data_from_numpy(np.array([[MAX_TOKENS]], dtype=np.int32))
+    inputs = [tensors(grpcclient, text) for text in texts]
+    outputs = [grpcclient.InferRequestedOutput(name) for name in OUTPUTS]
 
     def client(index: int) -> None:
         following = cycle(inputs[index::clients])
         with grpcclient.InferenceServerClient(server.grpc_url) as channel:
             end = time.perf_counter() + seconds
             while (start := time.perf_counter()) < end:
-                channel.infer(model, [next(following), most])
+                channel.infer(model, next(following), outputs=outputs)
                 latencies[index].append(time.perf_counter() - start)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
@@ -273,7 +315,14 @@ def over_grpc(
         thread.start()
     for thread in threads:
         thread.join()
-    return Measured.of([value for part in latencies for value in part], seconds)
+    return [value for part in latencies for value in part]
+
+
+WAYS: dict[str, Callable[..., list[float]]] = {
+    "HTTP": partial(over_http, infer_request),
+    "HTTP generate": partial(over_http, generate_request),
+    "gRPC": over_grpc,
+}
 
 
 def add_model(repository: Path, name: str, source: str) -> None:
@@ -288,12 +337,13 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description="Cost of the front end.")
     parser.add_argument("tokenizer", type=Path, metavar="TOKENIZER_DIR")
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of measuring for each line")
     parser.add_argument("--tokens", type=int, default=200)
     chosen = parser.parse_args()
     source = load_tokenizer(chosen.tokenizer)
     texts = chats(source, chosen.tokens)
-    rows: list[tuple[str, str, int, Measured]] = []
+    turn_s = chosen.seconds / TURNS
+    results: dict[tuple[str, int, str], Measured] = {}
     with tempfile.TemporaryDirectory() as directory:
         repository = write_repository(
             None,
@@ -304,26 +354,27 @@ def main() -> None:
         )
         # As the server has it: written once, and opened without transformers.
         limit_threads(1)
-        library = alone(load_tokenizer(repository / TOKENIZER), texts, chosen.seconds)
+        served = load_tokenizer(repository / TOKENIZER)
+        library = Measured(turn_s, [alone(served, texts, turn_s) for _ in range(TURNS)])
         add_model(repository, "no_op", NO_OP.format(tokens=chosen.tokens))
         plain = PLAIN.format(directory=str(chosen.tokenizer.resolve()))
         add_model(repository, "auto_tokenizer", plain)
         with running(repository) as server:
-            for way, measure in {"HTTP": over_http, "gRPC": over_grpc}.items():
-                for model in ("no_op", "preprocessing", "auto_tokenizer"):
-                    for clients in CLIENTS:
-                        measure(server, model, texts, clients, 0.5)
-                        measured = measure(server, model, texts, clients, chosen.seconds)
-                        rows.append((model, way, clients, measured))
+            for (way, measure), clients in product(WAYS.items(), CLIENTS):
+                for model in MODELS:
+                    measure(server, model, texts, clients, 0.5)
+                    results[way, clients, model] = Measured(turn_s)
+                for _, model in product(range(TURNS), MODELS):
+                    latencies = measure(server, model, texts, clients, turn_s)
+                    results[way, clients, model].turns.append(latencies)
     characters = statistics.mean(sum(len(m["content"]) for m in json.loads(t)) for t in texts)
     print(f"chats of {chosen.tokens} tokens, {characters:.0f} characters on average\n")
     print("| what | clients | requests/s | of no-op | p50 ms | p99 ms |")
     print("|---|---|---|---|---|---|")
-    print(f"| library alone | 1 | {library.rate:.0f} | | {library.p50:.2f} | {library.p99:.2f} |")
-    no_op = {(way, clients): m.rate for name, way, clients, m in rows if name == "no_op"}
-    for name, way, clients, m in rows:
-        share = f"{m.rate / no_op[way, clients]:.0%}"
-        print(f"| {name} | {clients} {way} | {m.rate:.0f} | {share} | {m.p50:.2f} | {m.p99:.2f} |")
+    print(f"| library alone | 1 | {' | '.join(library.row(None))} |")
+    for (way, clients, model), measured in results.items():
+        columns = measured.row(results[way, clients, MODELS[0]])
+        print(f"| {model} | {clients} {way} | {' | '.join(columns)} |")
 
 
 if __name__ == "__main__":
