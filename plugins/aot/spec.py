@@ -113,6 +113,14 @@ class KernelSpec:
         """Raise CapabilityError when a GPU of that compute capability cannot run the kernel, or the
         installed Triton does not compile it.
         """
+        if isinstance(self.function, GluonJITFunction) and capability != HOPPER:
+            raise CapabilityError(
+                "a kernel uses instructions that this GPU does not have",
+                where=self.name,
+                expected="compute capability {}.{}".format(*HOPPER),
+                found="{}.{}".format(*capability),
+                fix="build the engines on this GPU: build-engine build CKPT_DIR ENGINE_DIR",
+            )
         if not self.compiles():
             wanted, found = ("{}.{}".format(*v) for v in (self.needs_triton, installed_triton()))
             raise CapabilityError(
@@ -121,14 +129,6 @@ class KernelSpec:
                 expected=f"Triton {wanted} or newer",
                 found=found,
                 fix=f'pip install "triton>={wanted}"',
-            )
-        if isinstance(self.function, GluonJITFunction) and capability != HOPPER:
-            raise CapabilityError(
-                "a kernel uses instructions that this GPU does not have",
-                where=self.name,
-                expected="compute capability {}.{}".format(*HOPPER),
-                found="{}.{}".format(*capability),
-                fix="build the engines on this GPU: build-engine build CKPT_DIR ENGINE_DIR",
             )
 
     @cached_property

@@ -61,6 +61,8 @@ def machine_code(ptx: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_waits_before_it_does_anything_else(name: str, tmp_path: Path) -> None:
+    if not KERNELS[name].compiles():
+        pytest.skip("this Triton is too old for the kernel")
     compiled = compile_kernel(KERNELS[name], "9.0")
     assert compiled.waits
     assert body(compiled.ptx)[:2] == [WAIT, HAND_OVER]
