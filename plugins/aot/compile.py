@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class CompiledKernel:
     shared_bytes: int
     digest: str
 
-    @property
+    @cached_property
     def waits(self) -> bool:
         """Whether the kernel may be started early, see `wait_first`."""
         return re.search(r"\.entry[^{]*\{\s*griddepcontrol\.wait;", self.ptx) is not None
