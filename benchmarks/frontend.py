@@ -1,6 +1,6 @@
 """What the front end costs: preprocessing alone, through Triton, and against the obvious model.
 
-    python -m benchmarks.frontend TOKENIZER_DIR [--seconds 4] [--tokens 200]
+    python -m benchmarks.frontend TOKENIZER_DIR [--seconds 5] [--tokens 200]
 
 Three Python models of one server, scheduled in the same way, get the same chats: one that does
 nothing and returns as many ids, this project's `preprocessing`, and a plain model that calls

@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from plugins.aot.bundle import read_bundle, write_bundle
-from plugins.aot.compile import CompiledKernel
+from plugins.aot.compile import compile_kernel
 from plugins.aot.driver import LoadedKernel
 from plugins.aot.launch import provide
+from plugins.aot.spec import KernelSpec
 from runtime.executors.graphs import RepeatedCalls
 from runtime.executors.stream import CudaStream
 from runtime.interpreter.execute import Interpreter
@@ -160,7 +161,7 @@ def prepare(directory: Path) -> None:
         "dots3": (dots3, Headers(wanted_dots3(dots3))),
         "qwen38": (qwen38, Headers(wanted_qwen38(qwen38, stacked_experts=True))),
     }
-    kernels: dict[str, CompiledKernel] = {}
+    kernels: dict[str, KernelSpec] = {}
     for family, (config, source) in slices.items():
         for slots, tokens in [*CALLS[family], (1, CHUNK)]:
             drafts = 0 if tokens == CHUNK else tokens - 1
@@ -169,22 +170,22 @@ def prepare(directory: Path) -> None:
             for kind in ("plugin", "native"):
                 program = traced(family, config, source, phase, limits, kind == "plugin")
                 program.save(directory / f"{family}.{slots}x{tokens}.{kind}.program")
-                kernels |= compiled(program)
+                kernels |= kernels_of(program)
     for family in slices:
         torch.save(tiny_calls(family, directory), directory / f"{family}.tiny.pt")
         for path in directory.glob(f"{family}.tiny.*.program"):
-            kernels |= compiled(Program.load(path))
-    write_bundle(directory / KERNELS, kernels)
+            kernels |= kernels_of(Program.load(path))
+    compiled = {key: compile_kernel(spec, TARGET) for key, spec in kernels.items()}
+    write_bundle(directory / KERNELS, compiled)
 
 
-def compiled(program: Program) -> dict[str, CompiledKernel]:
-    """The program's kernels that are launched as compiled for TensorRT, by key: all on 9.0."""
-    from plugins.aot.compile import compile_kernel
+def kernels_of(program: Program) -> dict[str, KernelSpec]:
+    """The program's kernels by key; on 9.0 all are launched as compiled for TensorRT."""
     from plugins.operations import OPERATIONS
 
     nodes = [node for node in walk(program.nodes) if node.kind == "plugin"]
     specs = [OPERATIONS[n.attributes["op"]].spec(n.attributes["values"]) for n in nodes]
-    return {s.key: compile_kernel(s, TARGET) for s in specs}
+    return {s.key: s for s in specs}
 
 
 def tiny_calls(family: str, directory: Path) -> dict[str, Any]:
