@@ -258,7 +258,10 @@ def plan_conversion(
         claims=claims,
         calibration=calibrated,
     )
-    notes = compare(claims, resolved.modules, source.tensors, tensors.canonical)
+    resolved.findings.raise_if_any(str(hf_dir))
+    compared = compare(claims, resolved.modules, source.tensors, tensors.canonical)
+    compared.raise_if_any()
+    notes = compared.notes
     if request is not None:
         notes += _kept_formats(resolved.modules, request, hf_dir)
     notes += resolved.caches.notes

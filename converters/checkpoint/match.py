@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from converters.checkpoint.header import TensorEntry
 from converters.checkpoint.source import SourceCheckpoint
@@ -22,6 +22,37 @@ class Ignored:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Problem:
+    """An error about one module, so that equal ones of many modules can be told in one line.
+
+    Attributes:
+        module: canonical name; empty when it is about the whole checkpoint.
+        error: what a conversion raises.
+        place: file and key of a declaration that takes part in it.
+    """
+
+    module: str
+    error: InputError
+    place: str | None = None
+
+
+def problem_lines(problems: Iterable[Problem]) -> list[str]:
+    """One line per error and pattern of module names."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        error = problem.error
+        details = [problem.place if problem.module else error.where]
+        details += [f"expected {error.expected}"] if error.expected else []
+        details += [f"found {error.found}"] if error.found else []
+        text = "; ".join(detail for detail in details if detail)
+        groups[f"{error.what} ({text})" if text else error.what].append(problem.module)
+    lines = []
+    for text, names in groups.items():
+        lines += [f"{text}: {line}" if line else text for line in grouped(names)]
+    return lines
+
+
 @dataclass
 class Findings:
     """Everything that is wrong with a checkpoint's tensors.
@@ -30,14 +61,16 @@ class Findings:
         missing: canonical names that the family needs.
         unexpected: names on disk that nobody asked for.
         wrong: name -> (expected, found) for shapes and types.
+        refused: what is stored in a way that nothing can be said of its tensors.
     """
 
     missing: list[str]
     unexpected: list[str]
     wrong: dict[str, tuple[str, str]]
+    refused: list[Problem] = field(default_factory=list)
 
-    def raise_if_any(self, where: str) -> None:
-        """Raise one InputError with a line per pattern of names."""
+    def lines(self) -> list[str]:
+        """One line per pattern of names, without what is refused."""
         lines = [f"missing: {line}" for line in grouped(self.missing)]
         lines += [f"unexpected: {line}" for line in grouped(self.unexpected)]
         by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -45,6 +78,13 @@ class Findings:
             by_reason[reason].append(name)
         for (expected, found), names in by_reason.items():
             lines += [f"expected {expected}, found {found}: {line}" for line in grouped(names)]
+        return lines
+
+    def raise_if_any(self, where: str) -> None:
+        """Raise the first refusal, else one InputError with all lines."""
+        for problem in self.refused:
+            raise problem.error
+        lines = self.lines()
         if lines:
             count = len(self.missing) + len(self.unexpected) + len(self.wrong)
             raise InputError(

@@ -1,4 +1,4 @@
-"""From what a family wants and a checkpoint holds to recipes, or to one error with everything."""
+"""From what a family wants and a checkpoint holds to recipes, and to everything that is wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from converters.checkpoint.header import TensorEntry
-from converters.checkpoint.match import Findings, unexpected_names
+from converters.checkpoint.match import Findings, Problem, unexpected_names
 from converters.checkpoint.recipe import Module, Output, Recipe, Wanted
 from converters.checkpoint.source import SourceCheckpoint
 from converters.family import TensorPlan
@@ -26,15 +26,24 @@ from converters.quantization.formats import Format
 from converters.quantization.kv_cache import CachePlan, plan_caches
 from converters.quantization.targets import Quantize, quantized_recipes
 from plugins.support.dtypes import BY_NAME, COMPUTE_DTYPES
+from plugins.support.errors import InputError
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Recipes of all tensors, how each matrix ends up stored, and the caches' type."""
+    """What becomes of a checkpoint's tensors.
+
+    Attributes:
+        recipes: of all tensors; worth nothing while there are findings.
+        modules: how each matrix is and ends up stored.
+        caches: their type.
+        findings: everything that is missing, unexpected or does not fit.
+    """
 
     recipes: list[Recipe]
     modules: list[Module]
     caches: CachePlan
+    findings: Findings
 
 
 def resolve(
@@ -61,7 +70,7 @@ def resolve(
         claims: what the checkpoint declares.
         calibration: activation scales for what is quantised, and scales of caches.
 
-    Raises InputError naming everything that is missing, unexpected or does not fit.
+    Raises UsageError for caches that the family cannot have.
     """
     findings = Findings([], [], {})
     names = Names(plan.names, source.tensors)
@@ -69,7 +78,13 @@ def resolve(
     modules: list[Module] = []
     fused: dict[str, list[int]] = defaultdict(list)
     for wanted in plan.wanted:
-        stored = format_ = _common_format(wanted, names, findings)
+        try:
+            stored = format_ = _common_format(wanted, names, findings)
+        except InputError as error:
+            for part in wanted.parts:
+                names.use_module(module_of(part))
+                findings.refused.append(Problem(module_of(part), error))
+            continue
         if stored is not None:
             made = list(carry_over(wanted, stored, names, findings))
         else:
@@ -89,16 +104,19 @@ def resolve(
         if len(wanted.shape) > 1:
             modules.append(_module(wanted, format_, stored, made))
     sources = [names] if calibration is None else [names, calibration.names]
-    caches = plan_caches(plan.caches, kv_cache, claims, sources, findings)
+    try:
+        caches = plan_caches(plan.caches, kv_cache, claims, sources, findings)
+    except InputError as error:
+        findings.refused.append(Problem("", error))
+        caches = CachePlan(None)
     recipes += caches.recipes
     findings.unexpected = unexpected_names(source.tensors, names.used, plan.ignored)
-    findings.raise_if_any(str(source.directory))
     for numbers in fused.values():
         members = [recipes[number].sources for number in numbers]
         for number, own in zip(numbers, members, strict=True):
             peers = tuple(entry for other in members if other is not own for entry in other)
             recipes[number] = replace(recipes[number], peers=peers)
-    return Resolved(recipes, modules, caches)
+    return Resolved(recipes, modules, caches, findings)
 
 
 def _module(

@@ -9,13 +9,13 @@ so is what a claim about the whole model does not cover.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
-from converters.checkpoint.match import grouped
+from converters.checkpoint.match import Problem, grouped
 from converters.checkpoint.recipe import Module
 from converters.checkpoint.source import QUANT_CONFIG, SourceCheckpoint
 from plugins.support.errors import InputError
@@ -101,13 +101,31 @@ def read_claims(source: SourceCheckpoint, canonical: Callable[[str], str]) -> li
     return claims
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What declarations and tensors say of each other.
+
+    Attributes:
+        contradictions: that a conversion refuses.
+        notes: harmless disagreements.
+    """
+
+    contradictions: list[Problem]
+    notes: list[str]
+
+    def raise_if_any(self) -> None:
+        """Raise the first contradiction."""
+        for problem in self.contradictions:
+            raise problem.error
+
+
 def compare(
     claims: Sequence[Claims],
     modules: Sequence[Module],
     all_names: Iterable[str],
     canonical: Callable[[str], str],
-) -> list[str]:
-    """Notes on harmless disagreements. Raises InputError for a contradiction.
+) -> Comparison:
+    """Hold every declaration against the tensors.
 
     Args:
         claims: of `read_claims`.
@@ -116,13 +134,16 @@ def compare(
         canonical: removes the prefixes of classes and exporters.
     """
     spellings = _Spellings(all_names, canonical) if any(c.excluded for c in claims) else None
+    problems: list[Problem] = []
     notes: list[str] = []
     for claim in claims:
-        _check_named(claim, modules, notes)
-        _check_model(claim, modules)
-        for module in modules:
-            if module.is_table and claim.table is not None and module.stored != claim.table:
-                raise _contradiction(claim, module, Declared(claim.table))
+        problems += _check_named(claim, modules, notes)
+        problems += _check_model(claim, modules)
+        problems += [
+            _contradiction(claim, module, Declared(claim.table))
+            for module in modules
+            if module.is_table and claim.table is not None and module.stored != claim.table
+        ]
         notes += [
             f"exclusion {pattern!r} matches nothing ({claim.where})"
             for pattern in claim.excluded
@@ -130,7 +151,7 @@ def compare(
         ]
         notes += _disagreements(claim, modules, canonical)
     notes += _unequal_files(claims, canonical)
-    return notes + _undeclared(claims, modules)
+    return Comparison(problems, notes + _undeclared(claims, modules))
 
 
 def _undeclared(claims: Sequence[Claims], modules: Sequence[Module]) -> list[str]:
@@ -142,41 +163,42 @@ def _undeclared(claims: Sequence[Claims], modules: Sequence[Module]) -> list[str
     return [f"quantised as {', '.join(sorted(stored))}, declared nowhere"] if stored else []
 
 
-def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> None:
+def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> Iterator[Problem]:
     for name, declared in claim.modules.items():
         covered = [module for module in modules if _covers(name, module)]
         if not covered:
             notes.append(f"quantised layer {name!r} matches nothing ({claim.where})")
         for module in covered:
             if not declared.is_of(module):
-                raise _contradiction(claim, module, declared)
+                yield _contradiction(claim, module, declared)
     for part in claim.included:
         covered = [m for m in modules if any(part in source for source in m.source)]
         if not covered:
             notes.append(f"quantised layer {part!r} matches nothing ({claim.where})")
         for module in covered:
             if module.stored is None:
-                raise _contradiction(claim, module, Declared(f"FP8 ({part})"))
+                yield _contradiction(claim, module, Declared(f"FP8 ({part})"))
 
 
-def _check_model(claim: Claims, modules: Sequence[Module]) -> None:
+def _check_model(claim: Claims, modules: Sequence[Module]) -> Iterator[Problem]:
     if claim.whole is None:
         return
     stored = [module for module in modules if module.stored]
     if not stored:
-        raise InputError(
+        error = InputError(
             "the configuration declares quantised weights, but all weights are plain",
             where=claim.where,
             expected=claim.whole.algorithm,
             found="no codes and scales",
             fix="take quantization_config away, or the weights that it belongs to",
         )
+        yield Problem("", error)
     if claim.whole.algorithm == MIXED:
         return
     for module in stored:
         # One entry for the whole model speaks of linear layers, not of the table.
         if not module.is_table and not claim.whole.is_of(module):
-            raise _contradiction(claim, module, claim.whole)
+            yield _contradiction(claim, module, claim.whole)
 
 
 def _disagreements(
@@ -226,15 +248,16 @@ def _unequal_files(claims: Sequence[Claims], canonical: Callable[[str], str]) ->
     return notes
 
 
-def _contradiction(claim: Claims, module: Module, declared: Declared) -> InputError:
+def _contradiction(claim: Claims, module: Module, declared: Declared) -> Problem:
     found = Declared(module.stored, module.stored_group_size) if module.stored else "plain weights"
-    return InputError(
+    error = InputError(
         "the configuration and the tensors contradict each other",
         where=f"{claim.where} and tensors of {module.source[0]}",
         expected=f"{declared}, as declared",
         found=f"{found}, by element types and scales",
         fix="correct the configuration; the tensors were not changed",
     )
+    return Problem(module.source[0], error, claim.where)
 
 
 def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str]) -> Claims:

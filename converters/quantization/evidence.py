@@ -46,6 +46,13 @@ class Names:
         """Mark the tensor of a canonical name as used."""
         self.used.append(self.names[name])
 
+    def use_module(self, module: str) -> None:
+        """Mark whatever belongs to a module as used."""
+        for suffix in ("weight", "weight_packed", *formats.SCALE_SUFFIXES):
+            entry = self.component(module, suffix)[1]
+            if entry is not None:
+                self.use(entry)
+
     def component(self, module: str, suffix: str) -> tuple[str, TensorEntry | None]:
         """A module's tensor with that suffix: its canonical name, and the tensor if it is there.
 
