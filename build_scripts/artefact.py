@@ -61,6 +61,11 @@ def describe(path: Path) -> Description:
         raise InputError("no such directory", where=str(path))
     if any((path / model / "config.pbtxt").is_file() for model in REPOSITORY_MODELS):
         return _repository(path)
+    if not (path / contract.CONFIG_FILE).exists():
+        from converters.checkpoint.source import MISTRAL_CONFIG
+
+        if (path / MISTRAL_CONFIG).is_file():
+            return _hugging_face(path, {})
     raw = _config(path)
     if "engines" in raw and "build_config" in raw:
         return _engine(path)
@@ -125,7 +130,7 @@ def _format_table(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Stor
     block = raw.get("quantization") or {}
     mixed = _config(path, QUANT_FILE) if (path / QUANT_FILE).is_file() else {}
     layers = mixed.get("quantized_layers", {})
-    counts: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, int | None]] = Counter()
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
         if kind != "weight" or len(tensor.shape) < 2:
@@ -133,12 +138,17 @@ def _format_table(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Stor
         entry: Mapping[str, Any] = {}
         if f"{module}.weights_scaling_factor" in tensors:
             entry = layers.get(module, {"quant_algo": "not declared"}) if layers else block
-        algorithm, group = entry.get("quant_algo") or "plain", entry.get("group_size")
-        counts[_pattern(f"{module}."), algorithm, "" if group is None else str(group)] += 1
-    rows = [
-        (pattern.rstrip("."), algorithm, group, count)
-        for (pattern, algorithm, group), count in sorted(counts.items())
-    ]
+        algorithm = entry.get("quant_algo") or "plain"
+        counts[_pattern(f"{module}."), algorithm, entry.get("group_size")] += 1
+    return _formats(counts)
+
+
+def _formats(counts: Mapping[tuple[str, str, int | None], int]) -> Table:
+    """Rows by pattern of module names, which end in a dot, algorithm and group size."""
+    rows = sorted(
+        (pattern.rstrip("."), algorithm, "" if group is None else str(group), count)
+        for (pattern, algorithm, group), count in counts.items()
+    )
     return Table("Formats", ("module", "algorithm", "group size", "count"), rows)
 
 
@@ -159,22 +169,57 @@ def _tokenizer(path: Path) -> list[str]:
 
 
 def _hugging_face(path: Path, raw: Mapping[str, Any]) -> Description:
-    from converters.registry import FAMILIES
+    """Formats and findings are those of a conversion, decided by the same code."""
+    from converters.checkpoint.examine import Examination, examine
+    from converters.checkpoint.source import SourceCheckpoint
+    from converters.registry import FAMILIES, model_type_of
 
+    found = Examination()
+    kind = raw.get("model_type")
     tensors: dict[str, StoredTensor] = {}
-    files = sorted(path.glob("*.safetensors"))
-    for file in files:
-        tensors |= read_header(file)
-    family = FAMILIES.get(str(raw["model_type"]))
-    facts = {
-        "model_type": raw["model_type"],
+    try:
+        source = SourceCheckpoint.open(path)
+        kind = model_type_of(source)
+        tensors = {
+            name: StoredTensor(e.dtype.name, e.shape, e.offset, e.offset + e.nbytes)
+            for name, e in source.tensors.items()
+        }
+        if kind in FAMILIES:
+            found = examine(source)
+    except InputError as error:
+        found.errors.append(error.one_line())
+        tensors = tensors or _readable(path, found.errors)
+    facts: dict[str, Any] = {
+        "model_type": kind,
         "architectures": raw.get("architectures", []),
-        "family": family.name if family else "not supported",
-        "files": len(files),
+        "family": FAMILIES[str(kind)].name if kind in FAMILIES else "not supported",
+        "files": len(list(path.glob("*.safetensors"))),
         **_tensor_facts(tensors),
+        "left_out": found.left_out,
         "tokenizer": _tokenizer(path),
     }
-    return Description("Hugging Face checkpoint", path, facts, [_tensor_table(tensors)])
+    tables = [_tensor_table(tensors)]
+    if found.stored:
+        facts["quantization"] = found.quantization.model_dump(exclude={"exclude_modules"})
+        counts = Counter(
+            (_pattern(f"{s.module}."), s.algorithm, s.group_size) for s in found.stored
+        )
+        tables.insert(0, _formats(counts))
+    findings = [("error", line) for line in found.errors] + [("note", line) for line in found.notes]
+    if findings:
+        tables.insert(0, Table("Findings", ("kind", "finding"), findings))
+    return Description("Hugging Face checkpoint", path, facts, tables)
+
+
+def _readable(path: Path, errors: list[str]) -> dict[str, StoredTensor]:
+    """Tensors of the files that can be read; what is wrong with the others goes to `errors`."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            tensors |= read_header(file)
+        except InputError as error:
+            errors.append(error.one_line())
+    return tensors
 
 
 def _checkpoint(path: Path, raw: Mapping[str, Any]) -> Description:

@@ -16,12 +16,15 @@ def command(
 ) -> None:
     """Print what is in a Hugging Face checkpoint, a checkpoint, an engine or a repository.
 
-    Reads configs and headers only, never a weight.
+    Of a Hugging Face checkpoint: how each matrix is stored, as a conversion would decide, and as
+    findings all that would stop one, and declarations that disagree or match nothing. Reads
+    configs, headers and small samples, never a whole weight.
 
     [bold]Examples[/bold]
 
       build-engine inspect engine
       build-engine inspect checkpoint --json
+      build-engine inspect model
     """
     from build_scripts import artefact
 

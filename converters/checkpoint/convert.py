@@ -238,7 +238,8 @@ def plan_conversion(
     source = SourceCheckpoint.open(hf_dir)
     stamps = source.stamps()
     family = family_for(model_type_of(source), str(source.config_file))
-    stored = _stored_dtype(source)
+    stored = most_stored_dtype(source)
+    check_declared_dtype(source, stored)
     config = family.plan_config(source, dtype or stored)  # type: ignore[arg-type]
     tokenizer = TokenizerFiles.find(hf_dir, config.vocab_size)
     tensors = family.plan_tensors(source, config)
@@ -343,8 +344,8 @@ def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
     return ConversionReport(plan, ckpt_dir, seconds, dict(counts.small), dict(counts.zeroed))
 
 
-def _stored_dtype(source: SourceCheckpoint) -> str:
-    """The type that most of the weights' elements have, checked against the declared one."""
+def most_stored_dtype(source: SourceCheckpoint) -> ComputeDType:
+    """The type that most of the weights' elements have. Raises InputError when none can be used."""
     elements = stored_elements(source)
     if not elements:
         raise InputError(
@@ -352,7 +353,11 @@ def _stored_dtype(source: SourceCheckpoint) -> str:
             where=str(source.directory),
             expected=", ".join(_COMPUTE),
         )
-    stored = max(elements, key=lambda name: elements[name])
+    return max(get_args(ComputeDType), key=lambda name: elements.get(name, 0))
+
+
+def check_declared_dtype(source: SourceCheckpoint, stored: str) -> None:
+    """Raise InputError where the configuration declares another type than weights have."""
     text = source.config.get("text_config")
     for block, place in ((source.config, "config.json"), (text, "config.json: text_config")):
         declared = block.get("dtype", block.get("torch_dtype")) if isinstance(block, dict) else None
@@ -364,7 +369,6 @@ def _stored_dtype(source: SourceCheckpoint) -> str:
                 found=f"dtype {declared}",
                 fix="correct dtype in config.json; --dtype then converts to another type",
             )
-    return stored
 
 
 def _kept_formats(modules: Sequence[Module], request: Quantize, hf_dir: Path) -> list[str]:

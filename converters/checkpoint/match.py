@@ -42,11 +42,12 @@ def problem_lines(problems: Iterable[Problem]) -> list[str]:
     groups: dict[str, list[str]] = defaultdict(list)
     for problem in problems:
         error = problem.error
-        details = [problem.place if problem.module else error.where]
-        details += [f"expected {error.expected}"] if error.expected else []
-        details += [f"found {error.found}"] if error.found else []
-        text = "; ".join(detail for detail in details if detail)
-        groups[f"{error.what} ({text})" if text else error.what].append(problem.module)
+        if problem.module:
+            # Without the place of one tensor among many.
+            error = InputError(
+                error.what, where=problem.place, expected=error.expected, found=error.found
+            )
+        groups[error.one_line()].append(problem.module)
     lines = []
     for text, names in groups.items():
         lines += [f"{text}: {line}" if line else text for line in grouped(names)]

@@ -51,6 +51,12 @@ class ToolchainError(Exception):
             lines.append(f"  {label + ':':<10}{value}")
         return "\n".join(lines)
 
+    def one_line(self) -> str:
+        """The sentence, with where, expected and found in brackets, for lists of errors."""
+        found = [f"{label} {value}" for label, value in self.details().items() if label != "fix"]
+        brackets = "; ".join(found).removeprefix("where ")
+        return f"{self.what} ({brackets})" if found else self.what
+
     def details(self) -> dict[str, str]:
         """The fields that are set, in reading order."""
         fields = {

@@ -300,55 +300,56 @@ def declare(**changes: Any) -> Change:
 EXPERT = f"{BASE}layers.2.mlp.experts.5.up_proj"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("radixark", tensor(f"{EXPERT}.weight", None), "missing: layers.2.mlp.experts.5.up_proj"),
-        ("radixark", tensor(f"{EXPERT}.weight_scale", None), "up_proj.weight_scale"),
-        ("radixark", tensor(f"{EXPERT}.weight_scale_2", None), "up_proj.weight_scale_2"),
-        ("radixark", tensor(f"{EXPERT}.input_scale", None), "missing: layers.2.mlp.experts.5"),
-        ("official fp8", tensor(f"{EXPERT}.weight_scale_inv", None), "up_proj"),
-        ("radixark", tensor(f"{TABLE}.weight_scale", None), "ngram_embedding.weight_scale"),
-        ("nvfp4 table", tensor(f"{TABLE}.weight_scale_2", None), "ngram_embedding.weight_scale_2"),
-        ("nvfp4 table", tensor(f"{TABLE}.shard_3.weight_scale", None), "shard_3.weight_scale"),
-        ("radixark", tensor(f"{TABLE}.shard_3.weight", lambda t: t.bfloat16()), "shard_3"),
-        ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * 0), "zero, negative"),
-        ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * torch.nan), "not finite"),
-        ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: -t), "negative"),
-        ("nvfp4 table", tensor(f"{EXPERT}.weight_global_scale", lambda t: t * 0), "zero"),
-        (
-            "radixark",
-            tensor(f"{EXPERT}.weight_scale", lambda t: (t.float() * 0).to(t.dtype)),
-            "scales are zero",
-        ),
-        ("radixark", tensor(f"{TABLE}.weight_scale", lambda t: t * 0), "1 scales are zero"),
-        (
-            "radixark",
-            tensor(f"{EXPERT}.weight_scale", lambda t: t[:, :-1]),
-            "expected shape [48, 4]",
-        ),
-        ("radixark", tensor(f"{EXPERT}.weight", lambda t: t[:, :-1]), "expected shape [48, 32]"),
-        (
-            "radixark",
-            tensor(f"{EXPERT}.weight_scale", lambda t: t.float()),
-            "expected float8_e4m3fn",
-        ),
-        (
-            "radixark",
-            tensor(f"{EXPERT}.weight", lambda t: torch.zeros(48, 64).bfloat16()),
-            "a plain",
-        ),
-        ("radixark", declare(quant_algo="FP8"), "contradict each other"),
-        ("radixark", declare(quant_algo="W4A8_AWQ"), "unsupported quantisation algorithm"),
-        ("radixark", declare(quant_method="gptq"), "unsupported quantisation method"),
-        ("official fp8", declare(weight_block_size=[64, 64]), "unsupported FP8 block size"),
-        ("nvfp4 table", declare(ignore=["lm_head", "re:(.*"]), "no regular expression"),
-        ("nvfp4 table", declare(ignore=["lm_head", 5]), "not a list of names"),
-        ("nvfp4 table", declare(config_groups=None), "not an object"),
-        ("nvidia", declare(quantized_layers=["layers.0"]), "not an object"),
-        ("nvidia", declare(kv_cache_scheme=8), "not an object"),
-    ],
-)
+# Layout, what is wrong with it, and part of the message.
+BROKEN: list[tuple[str, Change, str]] = [
+    ("radixark", tensor(f"{EXPERT}.weight", None), "missing: layers.2.mlp.experts.5.up_proj"),
+    ("radixark", tensor(f"{EXPERT}.weight_scale", None), "up_proj.weight_scale"),
+    ("radixark", tensor(f"{EXPERT}.weight_scale_2", None), "up_proj.weight_scale_2"),
+    ("radixark", tensor(f"{EXPERT}.input_scale", None), "missing: layers.2.mlp.experts.5"),
+    ("official fp8", tensor(f"{EXPERT}.weight_scale_inv", None), "up_proj"),
+    ("radixark", tensor(f"{TABLE}.weight_scale", None), "ngram_embedding.weight_scale"),
+    ("nvfp4 table", tensor(f"{TABLE}.weight_scale_2", None), "ngram_embedding.weight_scale_2"),
+    ("nvfp4 table", tensor(f"{TABLE}.shard_3.weight_scale", None), "shard_3.weight_scale"),
+    ("radixark", tensor(f"{TABLE}.shard_3.weight", lambda t: t.bfloat16()), "shard_3"),
+    ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * 0), "zero, negative"),
+    ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * torch.nan), "not finite"),
+    ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: -t), "negative"),
+    ("nvfp4 table", tensor(f"{EXPERT}.weight_global_scale", lambda t: t * 0), "zero"),
+    (
+        "radixark",
+        tensor(f"{EXPERT}.weight_scale", lambda t: (t.float() * 0).to(t.dtype)),
+        "scales are zero",
+    ),
+    ("radixark", tensor(f"{TABLE}.weight_scale", lambda t: t * 0), "1 scales are zero"),
+    (
+        "radixark",
+        tensor(f"{EXPERT}.weight_scale", lambda t: t[:, :-1]),
+        "expected shape [48, 4]",
+    ),
+    ("radixark", tensor(f"{EXPERT}.weight", lambda t: t[:, :-1]), "expected shape [48, 32]"),
+    (
+        "radixark",
+        tensor(f"{EXPERT}.weight_scale", lambda t: t.float()),
+        "expected float8_e4m3fn",
+    ),
+    (
+        "radixark",
+        tensor(f"{EXPERT}.weight", lambda t: torch.zeros(48, 64).bfloat16()),
+        "a plain",
+    ),
+    ("radixark", declare(quant_algo="FP8"), "contradict each other"),
+    ("radixark", declare(quant_algo="W4A8_AWQ"), "unsupported quantisation algorithm"),
+    ("radixark", declare(quant_method="gptq"), "unsupported quantisation method"),
+    ("official fp8", declare(weight_block_size=[64, 64]), "unsupported FP8 block size"),
+    ("nvfp4 table", declare(ignore=["lm_head", "re:(.*"]), "no regular expression"),
+    ("nvfp4 table", declare(ignore=["lm_head", 5]), "not a list of names"),
+    ("nvfp4 table", declare(config_groups=None), "not an object"),
+    ("nvidia", declare(quantized_layers=["layers.0"]), "not an object"),
+    ("nvidia", declare(kv_cache_scheme=8), "not an object"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BROKEN)
 def test_broken_checkpoints_are_refused(name: str, change: Change, message: str, tmp_path: Path):
     checkpoint = LAYOUTS[name]()
     change(checkpoint)
