@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from converters.checkpoint.collector import collector_paused
 from converters.checkpoint.config import (
     QUANT_FILE,
     TOKENIZER_DIR,
@@ -192,6 +193,7 @@ class ConversionReport:
         }
 
 
+@collector_paused()
 def plan_conversion(
     hf_dir: Path,
     ckpt_dir: Path,
@@ -317,9 +319,10 @@ def convert(
 
 def execute(plan: ConversionPlan, ckpt_dir: Path) -> ConversionReport:
     """Write the checkpoint of a plan to `ckpt_dir`."""
-    tasks = split_tasks(plan.recipes)
     start = time.monotonic()
-    fingerprint = _fingerprint(plan, tasks)
+    with collector_paused():
+        tasks = split_tasks(plan.recipes)
+        fingerprint = _fingerprint(plan, tasks)
     with resumable_directory(ckpt_dir, fingerprint, "checkpoint directory") as partial:
         with (
             OutputFile(partial.work / WEIGHTS_FILE, plan.outputs) as file,

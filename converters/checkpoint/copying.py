@@ -201,21 +201,21 @@ def _pieces(task: Task, files: _Files) -> Iterator[_Piece]:
     dtype = task.segments[0].entry.dtype
     columns, wide = _row_widths(task.recipe)
     step = max(_ELEMENTS // columns, 1) * columns
-    elements = sum(segment.count for segment in task.segments)
+    elements = sum(segment.elements for segment in task.segments)
     data = buffers.of("read", torch.uint8, dtype.nbytes(min(step, elements)))
     view, values = memoryview(data.numpy().data), data.view(dtype.torch)
     parts: list[tuple[Segment, int]] = []
     filled = place = 0
     for segment, target in task.placed():
         at = 0
-        while at < segment.count:
+        while at < segment.elements:
             here = target + at // columns * wide
             if parts and (filled == step or here != place + filled // columns * wide):
                 yield _Piece(values[:filled], place, parts)
                 parts, filled = [], 0
             if not parts:
                 place = here
-            count = min(segment.count - at, step - filled)
+            count = min(segment.elements - at, step - filled)
             part = view[dtype.nbytes(filled) : dtype.nbytes(filled + count)]
             segment.read_into(part, at, files.descriptor(segment.entry.file))
             parts.append((segment, count))
@@ -313,14 +313,14 @@ def _check(
 def _refuse(segment: Segment, find: Find, fault: _Fault) -> None:
     """Raise InputError when a tensor has bad values, with their number in all of it."""
     bad = sum(
-        int(find(segment.read(start, min(_ELEMENTS, segment.count - start))).sum())
-        for start in range(0, segment.count, _ELEMENTS)
+        int(find(segment.read(start, min(_ELEMENTS, segment.elements - start))).sum())
+        for start in range(0, segment.elements, _ELEMENTS)
     )
     if bad:
         raise InputError(
             f"{bad} {fault.what}",
             where=f"{segment.entry.file}: {segment.entry.name}",
             expected=fault.expected,
-            found=f"{bad} among {segment.count}",
+            found=f"{bad} among {segment.elements}",
             fix=fault.fix,
         )

@@ -13,12 +13,13 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
 
+from converters.checkpoint.collector import collector_paused
 from converters.checkpoint.config import TOKENIZER_DIR, WEIGHTS_FILE
 from converters.checkpoint.copying import copy, copy_memory
 from converters.checkpoint.disk import require_space
@@ -137,6 +138,7 @@ class ExportPlan:
         ]
 
 
+@collector_paused()
 def plan_export(ckpt_dir: Path, out_dir: Path, *, workers: int | None = None) -> ExportPlan:
     """Check everything and say what would be done.
 
@@ -310,7 +312,7 @@ def _cut(
         if component is not formats.PLAIN:
             shape = (*shape[:-2], *component.shape(*shape[-2:]))
         name = disk_name(_name(part, component))
-        piece = replace(entry, shape=shape, offset=position)
+        piece = entry._replace(shape=shape, offset=position)
         position += entry.dtype.nbytes(math.prod(shape))
         yield Recipe((Output(name, entry.dtype, shape),), (piece,))
     if position != entry.offset + entry.nbytes:
@@ -328,7 +330,7 @@ def _cache_scales(
     """One recipe for the scale of the keys, one for that of the values."""
     for number, suffix in enumerate(kv_cache.SPELLINGS[0]):
         offset = entry.offset + entry.dtype.nbytes(number)
-        piece = replace(entry, shape=(), offset=offset)
+        piece = entry._replace(shape=(), offset=offset)
         yield Recipe((Output(disk_name(f"{layer.source}.{suffix}"), entry.dtype, ()),), (piece,))
 
 

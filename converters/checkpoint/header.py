@@ -6,9 +6,9 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from converters.checkpoint.json_files import parse_json_object
 from plugins.support.dtypes import BY_SAFETENSORS, DType
@@ -19,9 +19,8 @@ MAX_HEADER_BYTES = 100_000_000
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies.
+class TensorEntry(NamedTuple):
+    """Where one tensor lies. A tuple, because a checkpoint has hundreds of thousands.
 
     Attributes:
         name: as in the file.
@@ -52,7 +51,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     header, start, size = _read_json(path)
     header.pop("__metadata__", None)
     entries = {name: _entry(name, value, path, start) for name, value in header.items()}
-    _check_cover(entries.values(), start, size, str(path))
+    offsets = ((value["data_offsets"], name) for name, value in header.items())
+    _check_cover(offsets, start, size, str(path))
     return entries
 
 
@@ -62,8 +62,19 @@ def read_metadata(path: Path) -> Mapping[str, Any]:
     return metadata if isinstance(metadata, Mapping) else {}
 
 
+def header_text(path: Path) -> bytes:
+    """The header of one file as it is. Raises InputError when it is truncated or oversized."""
+    return _read(path)[0]
+
+
 def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header, where the data starts, and the size of the file."""
+    text, size = _read(path)
+    return parse_json_object(text, str(path), "safetensors header"), 8 + len(text), size
+
+
+def _read(path: Path) -> tuple[bytes, int]:
+    """The header's text, and the size of the file."""
     where = str(path)
     try:
         size = path.stat().st_size
@@ -80,71 +91,77 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
                     found=f"{length} bytes",
                     fix="the file is damaged or incomplete: download it again",
                 )
-            text = file.read(length)
+            return file.read(length), size
     except OSError as error:
         raise InputError(
             "the safetensors file cannot be read",
             where=where,
             found=error.strerror or str(error),
         ) from error
-    return parse_json_object(text, where, "safetensors header"), 8 + length, size
 
 
 def _entry(name: str, value: Any, path: Path, start: int) -> TensorEntry:
-    where = f"{path}: {name}"
     if not name.isprintable():
         # Also keeps half surrogates out, which could be neither printed nor written again.
         raise InputError("a tensor has an unprintable name", where=f"{path}: {name!a}")
-    if not isinstance(value, Mapping):
-        raise InputError("a safetensors header entry is not an object", where=where)
+    if not isinstance(value, dict):
+        raise InputError("a safetensors header entry is not an object", where=f"{path}: {name}")
     code, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(code, str) or code not in BY_SAFETENSORS:
+    dtype = BY_SAFETENSORS.get(code) if isinstance(code, str) else None
+    if dtype is None:
         raise InputError(
             "element type is not supported",
-            where=where,
+            where=f"{path}: {name}",
             expected=", ".join(BY_SAFETENSORS),
             found=str(code),
         )
     if not (_natural_numbers(shape) and _natural_numbers(offsets) and len(offsets) == 2):
         raise InputError(
             "a safetensors header entry has no proper shape or data_offsets",
-            where=where,
+            where=f"{path}: {name}",
             found=f"shape {shape}, data_offsets {offsets}",
         )
     begin, end = offsets
-    entry = TensorEntry(name, BY_SAFETENSORS[code], tuple(shape), path, start + begin)
-    if end - begin != entry.nbytes:
+    nbytes = dtype.nbytes(math.prod(shape))
+    if end - begin != nbytes:
         raise InputError(
             "the tensor's bytes do not fit its shape and type",
-            where=where,
-            expected=f"{entry.nbytes} bytes for {code} {list(shape)}",
+            where=f"{path}: {name}",
+            expected=f"{nbytes} bytes for {code} {shape}",
             found=f"{end - begin} bytes",
         )
-    return entry
+    return TensorEntry(name, dtype, tuple(shape), path, start + begin)
 
 
 def _natural_numbers(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    # True is an int, too.
+    return (
+        isinstance(value, list)
+        and {int}.issuperset(map(type, value))
+        and min(value, default=0) >= 0
+    )
 
 
-def _check_cover(entries: Iterable[TensorEntry], start: int, size: int, where: str) -> None:
+def _check_cover(
+    tensors: Iterable[tuple[list[int], str]], start: int, size: int, where: str
+) -> None:
     """Every data byte belongs to exactly one tensor, so nothing is read twice or left hidden."""
-    position = start
-    for entry in sorted(entries, key=lambda item: (item.offset, item.nbytes)):
-        if entry.offset != position:
-            kind = "overlap" if entry.offset < position else "leave a hole"
+    position = 0
+    for (begin, end), name in sorted(tensors, key=itemgetter(0)):
+        if begin != position:
+            kind = "overlap" if begin < position else "leave a hole"
             raise InputError(
                 f"tensors in the safetensors file {kind}",
-                where=f"{where}: {entry.name}",
-                expected=f"data offset {position - start}",
-                found=str(entry.offset - start),
+                where=f"{where}: {name}",
+                expected=f"data offset {position}",
+                found=str(begin),
             )
-        position += entry.nbytes
-    if position != size:
+        position = end
+    if start + position != size:
         raise InputError(
             "the safetensors file has another size than its header says",
             where=where,
-            expected=f"{position} bytes",
+            expected=f"{start + position} bytes",
             found=f"{size} bytes",
             fix="the file is damaged or incomplete: download it again",
         )

@@ -139,11 +139,13 @@ def canonical_names(
     """
     names: dict[str, str] = {}
     ignored: dict[str, list[str]] = defaultdict(list)
+    rules = [(re.compile(rule), why) for rule, why in (ignore or {}).items()]
+    # One look at each name: hardly any is left out.
+    any_rule = re.compile("|".join(f"(?:{rule})" for rule in ignore or {}) or r"(?!)")
     for name in source.tensors:
         short = canonical(name)
-        rules = (ignore or {}).items()
-        reason = next((why for rule, why in rules if re.fullmatch(rule, short)), None)
-        if reason is not None:
+        if any_rule.fullmatch(short):
+            reason = next(why for rule, why in rules if rule.fullmatch(short))
             ignored[reason].append(name)
             continue
         if short in names:

@@ -19,6 +19,7 @@ from converters.quantization.evidence import (
     carry_over,
     detect,
     has_scales,
+    is_there,
     module_of,
     target_name,
 )
@@ -145,7 +146,7 @@ def _common_format(wanted: Wanted, names: Names, findings: Findings) -> Format |
     """
     if wanted.quantize is None and wanted.scale_owner is None:
         return None
-    found = {part.name: detect(names, part) for part in wanted.parts if _is_there(names, part.name)}
+    found = {part.name: detect(names, part) for part in wanted.parts if is_there(names, part)}
     counts = Counter(found.values())
     if not counts:
         return None
@@ -161,13 +162,6 @@ def _common_format(wanted: Wanted, names: Names, findings: Findings) -> Format |
                 _describe(format_),
             )
     return common
-
-
-def _is_there(names: Names, weight: str) -> bool:
-    module = weight.removesuffix(".weight")
-    return any(
-        names.component(module, suffix)[1] is not None for suffix in ("weight", "weight_packed")
-    )
 
 
 def _describe(format_: Format | None) -> str:

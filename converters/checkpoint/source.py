@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from converters.checkpoint.config import SourceIdentity
-from converters.checkpoint.header import TensorEntry, read_header, read_metadata
+from converters.checkpoint.header import TensorEntry, header_text, read_header, read_metadata
 from converters.checkpoint.json_files import read_json_object
 from plugins.support.errors import InputError
 
@@ -23,8 +24,9 @@ QUANT_CONFIG = "hf_quant_config.json"
 MISTRAL_CONFIG, MISTRAL_WEIGHTS = "params.json", "consolidated.safetensors"
 
 Layout = Literal["huggingface", "mistral"]
-# Evenly spaced samples of each file that go into its identity: files up to 2 MiB count whole.
-_SAMPLES, _SAMPLE_BYTES = 512, 4096
+# Evenly spaced samples of each file that go into its identity; a disk may take a millisecond for
+# each, so there are fewer per file where there are many files.
+_SAMPLE_BYTES, _MOST_SAMPLES, _LEAST_SAMPLES, _ALL_SAMPLES = 4096, 512, 16, 16384
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class SourceCheckpoint:
         name = MISTRAL_CONFIG if self.layout == "mistral" else "config.json"
         return self.directory / name
 
-    @property
+    @cached_property
     def files(self) -> list[Path]:
         """The safetensors files, sorted by name."""
         return sorted({entry.file for entry in self.tensors.values()})
@@ -110,16 +112,17 @@ class SourceCheckpoint:
         )
 
     def identity(self) -> SourceIdentity:
-        """Digest of config, names, dtypes, shapes, sizes and content samples of all files."""
+        """Digest of config, headers, sizes and content samples of all files."""
         digest = hashlib.sha256()
-        for path in [self.config_file, *self.files]:
+        digest.update(self.config_file.read_bytes())
+        samples = max(min(_MOST_SAMPLES, _ALL_SAMPLES // max(len(self.files), 1)), _LEAST_SAMPLES)
+        for path in self.files:
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())
-            for sample in _samples(path, size):
+            # Samples need not touch the header, but it says what they are samples of.
+            digest.update(header_text(path))
+            for sample in _samples(path, size, samples):
                 digest.update(sample)
-        # A file's samples need not touch its header, but the header says what the file holds.
-        for name, entry in sorted(self.tensors.items()):
-            digest.update(f"{name}\0{entry.dtype.name}\0{entry.shape}\0{entry.offset}\0".encode())
         return SourceIdentity(
             files=len(self.files),
             tensors=len(self.tensors),
@@ -128,13 +131,13 @@ class SourceCheckpoint:
         )
 
 
-def _samples(path: Path, size: int) -> Iterator[bytes]:
+def _samples(path: Path, size: int, count: int) -> Iterator[bytes]:
     with path.open("rb") as file:
-        if size <= _SAMPLES * _SAMPLE_BYTES:
+        if size <= count * _SAMPLE_BYTES:
             yield file.read()
             return
-        for number in range(_SAMPLES):
-            offset = number * (size - _SAMPLE_BYTES) // (_SAMPLES - 1)
+        for number in range(count):
+            offset = number * (size - _SAMPLE_BYTES) // (count - 1)
             yield os.pread(file.fileno(), _SAMPLE_BYTES, offset)
 
 
@@ -161,11 +164,12 @@ def _indexed(directory: Path, index: Path) -> dict[str, TensorEntry]:
             found=_some(absent),
             fix="download the checkpoint again; nothing was converted",
         )
-    tensors = _merge(directory / name for name in names)
+    paths = {name: directory / name for name in names}
+    tensors = _merge(paths.values())
     wrong = [
         name
         for name, file in weight_map.items()
-        if name not in tensors or tensors[name].file.name != file
+        if name not in tensors or tensors[name].file is not paths[file]
     ]
     extra = sorted(tensors.keys() - weight_map.keys())
     for found, what in (
@@ -208,8 +212,8 @@ def _merge(paths: Iterable[Path]) -> dict[str, TensorEntry]:
     tensors: dict[str, TensorEntry] = {}
     for path in paths:
         entries = read_header(path)
-        repeated = sorted(tensors.keys() & entries.keys())
-        if repeated:
+        if not tensors.keys().isdisjoint(entries):
+            repeated = sorted(tensors.keys() & entries.keys())
             raise InputError(
                 "tensors occur in two files",
                 where=f"{tensors[repeated[0]].file.name} and {path.name}",

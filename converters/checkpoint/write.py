@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -80,18 +81,17 @@ class Buffers(threading.local):
 buffers = Buffers()
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A contiguous piece of a source tensor; `start` and `count` are elements."""
+class Segment(NamedTuple):
+    """A contiguous piece of a source tensor; `start` and `elements` count elements."""
 
     entry: TensorEntry
     start: int
-    count: int
+    elements: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the piece."""
-        return self.entry.dtype.nbytes(self.count)
+        return self.entry.dtype.nbytes(self.elements)
 
     def read(self, start: int, count: int) -> torch.Tensor:
         """Elements [start, start + count) of the piece, as a flat tensor.
@@ -201,7 +201,7 @@ class Task:
         start = self.start
         for segment in self.segments:
             yield segment, start
-            start += math.prod(self.recipe.room) if self.recipe.room else segment.count
+            start += math.prod(self.recipe.room) if self.recipe.room else segment.elements
 
 
 def split_tasks(recipes: Sequence[Recipe]) -> list[Task]:
@@ -222,18 +222,18 @@ def split_tasks(recipes: Sequence[Recipe]) -> list[Task]:
 
 
 def _copy_tasks(recipe: Recipe) -> Iterator[Task]:
-    whole = Task(recipe, tuple(Segment(e, 0, math.prod(e.shape)) for e in recipe.sources), 0, 0)
+    room = math.prod(recipe.room) if recipe.room else None
     group: list[Segment] = []
-    start = size = 0
-    for segment, place in whole.placed():
-        full = size + segment.nbytes > CHUNK_BYTES
-        if group and (full or segment.entry.dtype != group[0].entry.dtype):
+    start = place = size = 0
+    for entry in recipe.sources:
+        count = math.prod(entry.shape)
+        nbytes = entry.dtype.nbytes(count)
+        if group and (size + nbytes > CHUNK_BYTES or entry.dtype is not group[0].entry.dtype):
             yield Task(recipe, tuple(group), 0, start)
-            group, size = [], 0
-        if not group:
-            start = place
-        group.append(segment)
-        size += segment.nbytes
+            group, start, size = [], place, 0
+        group.append(Segment(entry, 0, count))
+        size += nbytes
+        place += count if room is None else room
     yield Task(recipe, tuple(group), 0, start)
 
 

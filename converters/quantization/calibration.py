@@ -105,12 +105,13 @@ class Calibration:
         ]
 
     def _scale(self, module: str, format_: Format, findings: Findings) -> TensorEntry | None:
-        name, entry = self.names.component(module, _SUFFIX)
+        entry = self.names.members(module).get(_SUFFIX)
         if entry is None:
             return None
         self.names.use(entry)
         stored = detect(self.names, Part(f"{module}.weight", (1, 1)))
         algorithm = stored.algorithm if stored else self.declared
+        name = self.names.spelled(module, _SUFFIX)
         if algorithm != format_.algorithm:
             findings.wrong[f"{name} (calibration)"] = (
                 f"the activation scale of a {format_.algorithm} weight",

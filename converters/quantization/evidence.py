@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from converters.checkpoint.header import Shape, TensorEntry
 from converters.checkpoint.match import Findings
@@ -29,13 +29,23 @@ class Names:
     """
 
     def __init__(self, names: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> None:
-        self.names, self._tensors = names, tensors
+        self.names = names
         self.used: list[str] = []
+        self._entries = {name: tensors[disk] for name, disk in names.items()}
+        self._members: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in self._entries.items():
+            module, suffix = _split(name)
+            members = self._members.get(module)
+            if members is None:
+                self._members[module] = {suffix: entry}
+            elif name == f"{module}.{suffix}":
+                members[suffix] = entry
+            else:
+                members.setdefault(suffix, entry)
 
     def find(self, name: str) -> TensorEntry | None:
         """The tensor of a canonical name."""
-        disk = self.names.get(name)
-        return None if disk is None else self._tensors[disk]
+        return self._entries.get(name)
 
     def use(self, entry: TensorEntry) -> TensorEntry:
         """Mark a tensor as used."""
@@ -48,33 +58,39 @@ class Names:
 
     def use_module(self, module: str) -> None:
         """Mark whatever belongs to a module as used."""
-        for suffix in ("weight", "weight_packed", *formats.SCALE_SUFFIXES):
-            entry = self.component(module, suffix)[1]
-            if entry is not None:
-                self.use(entry)
+        self.used += [entry.name for entry in self.members(module).values()]
 
-    def component(self, module: str, suffix: str) -> tuple[str, TensorEntry | None]:
-        """A module's tensor with that suffix: its canonical name, and the tensor if it is there.
+    def members(self, module: str) -> Mapping[str, TensorEntry]:
+        """A module's tensors by suffix: "weight" and what lies beside it.
 
         Stacked experts have no `.weight`; what belongs to them follows a dot or an underscore.
         """
+        return self._members.get(module, {})
+
+    def spelled(self, module: str, suffix: str) -> str:
+        """Canonical name of a module's tensor; one that is missing is named as its neighbours."""
         candidates = [f"{module}.{suffix}", f"{module}_{suffix}"]
         if suffix == "weight":
             candidates = [f"{module}.weight", module]
         for name in candidates:
-            entry = self.find(name)
-            if entry is not None:
-                return name, entry
-        # Missing: named as its neighbours are.
-        return candidates[self.find(module) is not None], None
+            if name in self._entries:
+                return name
+        return candidates[module in self._entries]
 
 
-@dataclass(frozen=True)
-class Storage:
-    """How one wanted tensor is stored: its format and the recipes that carry it over."""
+def _split(name: str) -> tuple[str, str]:
+    """Module and suffix of a tensor; the weight of stacked experts is named as their module."""
+    module, _, suffix = name.rpartition(".")
+    if suffix in _SUFFIXES:
+        return module, suffix
+    if suffix.endswith(_JOINED):
+        joined = next(end for end in _JOINED if suffix.endswith(end))
+        return name.removesuffix(joined), joined[1:]
+    return name, "weight"
 
-    format: Format | None
-    recipes: tuple[Recipe, ...]
+
+_SUFFIXES = {"weight", formats.NVFP4_PACKED.codes.suffix, *formats.SCALE_SUFFIXES}
+_JOINED = tuple(f"_{suffix}" for suffix in sorted(_SUFFIXES - {"weight"}))
 
 
 def module_of(part: Part) -> str:
@@ -89,17 +105,16 @@ def detect(names: Names, part: Part) -> Format | None:
     recognised but not supported.
     """
     module = module_of(part)
-    if names.component(module, formats.NVFP4_PACKED.codes.suffix)[1] is not None:
+    members = names.members(module)
+    if formats.NVFP4_PACKED.codes.suffix in members:
         return formats.NVFP4_PACKED
-    name, weight = names.component(module, "weight")
+    weight = members.get("weight")
     if weight is None:
         return None
-    scales = {
-        suffix: entry
-        for suffix in formats.SCALE_SUFFIXES
-        if (entry := names.component(module, suffix)[1]) is not None
-    }
-    where = f"{weight.file}: {name}"
+    if weight.dtype.name == "uint8":
+        return formats.NVFP4
+    scales = {s: members[s] for s in formats.SCALE_SUFFIXES if s in members}
+    where = f"{weight.file}: {names.spelled(module, 'weight')}"
     if weight.dtype.name in COMPUTE_DTYPES:
         if scales:
             raise InputError(
@@ -110,8 +125,6 @@ def detect(names: Names, part: Part) -> Format | None:
                 fix="take the scales away if the weight is right, or use another copy of it",
             )
         return None
-    if weight.dtype.name == "uint8":
-        return formats.NVFP4
     if weight.dtype.name != "float8_e4m3fn":
         return None
     scale = scales.get("weight_scale_inv", scales.get("weight_scale"))
@@ -127,8 +140,14 @@ def detect(names: Names, part: Part) -> Format | None:
 
 def has_scales(names: Names, part: Part) -> bool:
     """Whether any scale lies beside a weight."""
-    module = module_of(part)
-    return any(names.component(module, suffix)[1] for suffix in formats.SCALE_SUFFIXES)
+    members = names.members(module_of(part))
+    return any(suffix in members for suffix in formats.SCALE_SUFFIXES)
+
+
+def is_there(names: Names, part: Part) -> bool:
+    """Whether a weight is in the checkpoint, in any format."""
+    members = names.members(module_of(part))
+    return "weight" in members or formats.NVFP4_PACKED.codes.suffix in members
 
 
 def _refuse_other_groups(part: Part, scale: TensorEntry, where: str) -> None:
@@ -182,15 +201,21 @@ def _recipe(
         (Part(f"{wanted.scale_owner}.weight", (1, 1)),) if shared else wanted.parts
     )
     for part in parts:
-        name, entry = names.component(module_of(part), component.suffix)
+        module = module_of(part)
+        entry = names.members(module).get(component.suffix)
         if entry is None:
-            missing.append(name)
+            missing.append(names.spelled(module, component.suffix))
             continue
         names.use(entry)
         if entry.dtype.name not in component.dtypes:
+            name = names.spelled(module, component.suffix)
             findings.wrong[name] = (" or ".join(component.dtypes), entry.dtype.name)
             continue
-        found += _pieces(wanted, part, component, name, entry, findings, shared=shared)
+        pieces = _pieces(wanted, part, component, entry, shared=shared)
+        if isinstance(pieces, _Unfit):
+            findings.wrong[names.spelled(module, component.suffix)] = pieces
+        else:
+            found += pieces
     if missing:
         if required or found:
             findings.missing += missing
@@ -219,44 +244,42 @@ def _room(wanted: Wanted, component: Component) -> Shape | None:
     return None if room is None or component.kind == "scalar" else component.shape(*room)
 
 
+class _Unfit(NamedTuple):
+    expected: str
+    found: str
+
+
 def _pieces(
-    wanted: Wanted,
-    part: Part,
-    component: Component,
-    name: str,
-    entry: TensorEntry,
-    findings: Findings,
-    *,
-    shared: bool,
-) -> list[TensorEntry]:
+    wanted: Wanted, part: Part, component: Component, entry: TensorEntry, *, shared: bool
+) -> list[TensorEntry] | _Unfit:
     """The source tensors, or slices of one, in the order of the target."""
     *stack, rows, columns = part.shape
-    elements = math.prod(entry.shape)
     if component.kind == "scalar":
         count = math.prod(stack) * (wanted.pieces if stack else 1)
+        elements = math.prod(entry.shape)
+        if shared and elements != 1:
+            return _Unfit("one scale", str(list(entry.shape)))
         if shared or count == elements:
-            if shared and elements != 1:
-                findings.wrong[name] = ("one scale", str(list(entry.shape)))
             return [entry]
         if stack and elements in (1, stack[0]):
             # One scale for a whole expert, or for all: written once for each that it covers.
             repeat = count // elements
             return [_element(entry, index // repeat) for index in range(count)]
-        findings.wrong[name] = (f"{count} scales", str(list(entry.shape)))
-        return []
+        return _Unfit(f"{count} scales", str(list(entry.shape)))
     if component.kind == "blocks" and stack and rows // wanted.pieces % fp8.BLOCK:
-        findings.wrong[name] = ("stacked experts whose rows fill whole blocks", f"{rows} rows")
-        return []
+        return _Unfit("stacked experts whose rows fill whole blocks", f"{rows} rows")
     expected = (*stack, *component.shape(rows, columns))
-    squeezed = tuple(size for size in entry.shape if size != 1)
-    if squeezed != tuple(size for size in expected if size != 1):
-        findings.wrong[name] = (f"shape {list(expected)}", str(list(entry.shape)))
-        return []
+    if entry.shape != expected and _squeezed(entry.shape) != _squeezed(expected):
+        return _Unfit(f"shape {list(expected)}", str(list(entry.shape)))
     return [entry]
 
 
+def _squeezed(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)
+
+
 def _element(entry: TensorEntry, index: int) -> TensorEntry:
-    return replace(entry, shape=(), offset=entry.offset + entry.dtype.nbytes(index))
+    return entry._replace(shape=(), offset=entry.offset + entry.dtype.nbytes(index))
 
 
 def target_name(weight: str, component: Component) -> str:

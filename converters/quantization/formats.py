@@ -45,9 +45,9 @@ class Component:
         return ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
-    """One way of storing a module.
+    """One way of storing a module; there is one object of each.
 
     Attributes:
         name: for messages.

@@ -80,7 +80,7 @@ def take_reciprocal(task: Task, file: OutputFile, advance: Advance, counts: Coun
     """Scales that a file holds as 1 / x."""
     results = []
     for segment in task.segments:
-        values = segment.read(0, segment.count)
+        values = segment.read(0, segment.elements)
         scales = 1.0 / values
         # The reciprocal of a number that is too small is not finite either.
         if not bool(((values > 0) & values.isfinite() & scales.isfinite()).all()):
@@ -169,7 +169,7 @@ class _Matrix:
         first = 0
         step = _strip_rows(self._columns)
         for segment in self._pieces():
-            rows = segment.count // self._columns
+            rows = segment.elements // self._columns
             for row in range(0, rows, step):
                 count = min(step, rows - row)
                 values = segment.read(row * self._columns, count * self._columns)
@@ -181,7 +181,7 @@ class _Matrix:
         pieces, segments = self._task.recipe.pieces, self._task.segments
         per_segment = max(pieces // len(segments), 1)
         for segment in segments:
-            count = segment.count // per_segment
+            count = segment.elements // per_segment
             for number in range(per_segment):
                 yield Segment(segment.entry, segment.start + number * count, count)
 
@@ -194,8 +194,8 @@ def _peak(entry: TensorEntry) -> torch.Tensor:
 def _chunks(entry: TensorEntry) -> Iterator[torch.Tensor]:
     segment = Segment(entry, 0, math.prod(entry.shape))
     step = CHUNK_BYTES // 16
-    for start in range(0, segment.count, step):
-        yield segment.read(start, min(step, segment.count - start))
+    for start in range(0, segment.elements, step):
+        yield segment.read(start, min(step, segment.elements - start))
 
 
 def _finite_peak(values: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 from plugins.support.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
-    """One element type.
+    """One element type; there is one object of each.
 
     Attributes:
         name: the name used in every config file and signature of this project.
