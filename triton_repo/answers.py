@@ -16,6 +16,7 @@ import numpy as np
 
 from triton_repo.frontend.detokenize import MAX_CONTEXT_IDS, decode_all
 from triton_repo.frontend.output import OutputText
+from triton_repo.frontend.problems import problem
 from triton_repo.frontend.tokenizer import Tokenizer
 from triton_repo.generation.base import GenerationCall, GenerationEvent
 from triton_repo.replies import Reply
@@ -23,6 +24,11 @@ from triton_repo.tensor_io import Array, Row, batch_of, response_tensor
 from triton_repo.tensors import GENERATED
 
 _GENERATED = {t.name: t for t in GENERATED}
+# All rows of a request are answered together.
+_ANSWER_FIELDS = (
+    "stream", "exclude_input_in_output", "return_log_probs", "return_num_input_tokens",
+    "return_num_output_tokens", "return_perf_metrics",
+)  # fmt: skip
 PERF_METRICS = (
     "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns",
 )  # fmt: skip
@@ -40,8 +46,12 @@ class AnswerOptions:
     perf_metrics: bool
 
     @staticmethod
-    def of(row: Row, exclude_input_default: bool) -> AnswerOptions:
-        """From the fields of the request's first row."""
+    def of(rows: Sequence[Row], exclude_input_default: bool) -> AnswerOptions:
+        """From the fields of a request. Raises UsageError where its rows want different answers."""
+        row = rows[0]
+        for name in _ANSWER_FIELDS if len(rows) > 1 else ():
+            if any(other.get(name) != row.get(name) for other in rows):
+                raise problem(name, "must be the same in all rows of a request")
         exclude = row.get("exclude_input_in_output")
         return AnswerOptions(
             streaming=bool(row.get("stream", False)),

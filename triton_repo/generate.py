@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from google.protobuf import text_format
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from tritonclient.grpc import model_config_pb2
 
@@ -28,7 +28,7 @@ from triton_repo.frontend.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from triton_repo.parameters import REPOSITORY_FORMAT
+from triton_repo.parameters import REPOSITORY_FORMAT, check_defaults
 from triton_repo.tensors import (
     GENERATED,
     GENERATION_INPUTS,
@@ -62,7 +62,9 @@ class RepositoryOptions:
     device: str = "auto"
     max_queue: int = Field(default=1024, ge=1)
     exclude_input_in_output: bool = False
-    request_defaults: Mapping[str, Any] = field(default_factory=dict)
+    request_defaults: Annotated[Mapping[str, Any], AfterValidator(check_defaults)] = field(
+        default_factory=dict
+    )
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     placeholders: Mapping[str, str] = field(default_factory=dict)
@@ -272,6 +274,7 @@ def _configs(
         "device": options.device,
         "max_queue": options.max_queue,
         "exclude_input_in_output": options.exclude_input_in_output,
+        "request_defaults": dict(options.request_defaults),
         "vocab_size": facts.vocab_size,
         # The interpreter's steps are small: a second thread on a core that the server needs made
         # tokens 2.5 times as slow.

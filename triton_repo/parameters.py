@@ -5,19 +5,49 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError
 
 from plugins.support.errors import InputError
 from triton_repo.frontend.chat import ChatTemplate
 from triton_repo.frontend.fetch import FetchLimits
 from triton_repo.frontend.media import MediaPolicy
-from triton_repo.frontend.options import FrontEnd
+from triton_repo.frontend.options import PROMPT_VALUES, FrontEnd
 from triton_repo.frontend.tokenizer import BYTES, Tokenizer, load_tokenizer
+from triton_repo.tensors import request_fields
 
 # Raised whenever configs of an older generator cannot be served any more.
-REPOSITORY_FORMAT = 2
+REPOSITORY_FORMAT = 3
+# What a default of a request field may be, by its Triton type.
+_VALUES: dict[str, tuple[type, ...]] = {
+    "STRING": (str,), "BOOL": (bool,), "INT32": (int,), "UINT64": (int,), "FP32": (int, float),
+}  # fmt: skip
+
+
+def check_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Request fields that hold when a request leaves them out.
+
+    Raises ValueError for a name that is no field, for a prompt, and for a value of another type.
+    """
+    fields = {f.name: f for f in request_fields(echo=False)}
+    for name, value in defaults.items():
+        field = fields.get(name)
+        if field is None:
+            raise ValueError(f"{name} is no field of a request")
+        kinds = _VALUES.get(field.dtype)
+        if name in PROMPT_VALUES or name == "stop" or kinds is None:
+            raise ValueError(f"{name} cannot have a default")
+        if not field.scalar and not isinstance(value, list):
+            raise ValueError(f"{name} must be a list")
+        for one in [value] if field.scalar else value:
+            if not isinstance(one, kinds) or (isinstance(one, bool) and bool not in kinds):
+                raise ValueError(f"{name} must be {field.dtype}, not {one!r}")
+    return dict(defaults)
+
+
+# As a parameter of a model, in JSON.
+RequestDefaults = Annotated[Json[dict[str, Any]], AfterValidator(check_defaults)]
 
 
 class CommonParameters(BaseModel):
@@ -63,7 +93,7 @@ class FrontEndParameters(CommonParameters):
     vocab_size: int = Field(ge=1)
     end_ids: Json[list[int]]
     exclude_input_in_output: bool
-    request_defaults: Json[dict[str, Any]]
+    request_defaults: RequestDefaults
     chat_template_kwargs: Json[dict[str, Any]]
     mm_processor_kwargs: Json[dict[str, Any]]
     placeholders: Json[dict[str, str]]
@@ -84,6 +114,7 @@ class GenerationParameters(CommonParameters):
         executor, device: as `runtime.engine.Engine.load` takes them.
         max_queue: most sequences that wait for a slot.
         exclude_input_in_output: whether `output_ids` leave the prompt out.
+        request_defaults: as of preprocessing; those that reach this model directly count here.
         vocab_size: ids below it are accepted.
     """
 
@@ -93,6 +124,7 @@ class GenerationParameters(CommonParameters):
     device: str
     max_queue: int = Field(ge=1)
     exclude_input_in_output: bool
+    request_defaults: RequestDefaults
     vocab_size: int = Field(ge=1)
 
 
@@ -104,8 +136,17 @@ def parse_parameters(kind: type[P], model: str, values: Mapping[str, str]) -> P:
 
     Raises InputError with one line per parameter: name, value, what was expected.
     """
+    found = values.get("repository_format")
+    if found is not None and found != str(REPOSITORY_FORMAT):
+        raise InputError(
+            "the model repository was written for another version",
+            where=f"{model}/config.pbtxt",
+            expected=f"repository_format {REPOSITORY_FORMAT}",
+            found=found,
+            fix="write it again with `build-engine repo`",
+        )
     try:
-        parameters = kind.model_validate(dict(values))
+        return kind.model_validate(dict(values))
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
@@ -115,15 +156,6 @@ def parse_parameters(kind: type[P], model: str, values: Mapping[str, str]) -> P:
         raise InputError(
             "the parameters are not valid: " + "; ".join(lines), where=f"{model}/config.pbtxt"
         ) from None
-    if parameters.repository_format != REPOSITORY_FORMAT:
-        raise InputError(
-            "the model repository was written for another version",
-            where=f"{model}/config.pbtxt",
-            expected=f"repository_format {REPOSITORY_FORMAT}",
-            found=str(parameters.repository_format),
-            fix="write it again with `build-engine repo`",
-        )
-    return parameters
 
 
 def model_parameters(kind: type[P], args: Mapping[str, str]) -> tuple[P, Path, dict[str, Any]]:

@@ -94,7 +94,7 @@ REQUEST: tuple[Field, ...] = (
     Field("temperature", "FP32", tensorrt_llm="temperature"),
     Field("length_penalty", "FP32", tensorrt_llm="len_penalty"),
     Field("repetition_penalty", "FP32", tensorrt_llm="repetition_penalty"),
-    Field("min_tokens", "INT32", tensorrt_llm="min_tokens"),
+    Field("min_tokens", "INT32", preprocessing="min_tokens", tensorrt_llm="min_tokens"),
     Field("presence_penalty", "FP32", tensorrt_llm="presence_penalty"),
     Field("frequency_penalty", "FP32", tensorrt_llm="frequency_penalty"),
     Field("seed", "UINT64", tensorrt_llm="seed"),

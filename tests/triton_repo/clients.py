@@ -65,13 +65,18 @@ def generate_stream(
 
 def inputs_of(body: Mapping[str, Any]) -> list[Any]:
     """gRPC inputs for one row, from the names of request fields or of inputs of `tensorrt_llm`."""
+    return row_inputs({name: [value] for name, value in body.items()})
+
+
+def row_inputs(body: Mapping[str, list[Any]]) -> list[Any]:
+    """gRPC inputs for several rows, with a value for each."""
     inputs = []
-    for name, value in body.items():
+    for name, rows in body.items():
         dtype = _DTYPES[name]
-        values = value if isinstance(value, list) else [value]
+        lists = [row if isinstance(row, list) else [row] for row in rows]
         if dtype == "STRING":
-            values = [v.encode() if isinstance(v, str) else v for v in values]
-        array = np.array([values], dtype=NUMPY[dtype])
+            lists = [[v.encode() if isinstance(v, str) else v for v in row] for row in lists]
+        array = np.array(lists, dtype=NUMPY[dtype])
         datatype = "BYTES" if dtype == "STRING" else dtype
         tensor = grpcclient.InferInput(name, list(array.shape), datatype)
         tensor.set_data_from_numpy(array)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from triton_repo.generate import RepositoryOptions, write_repository
@@ -36,6 +36,45 @@ def character_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         unk_token="[UNK]",
         eos_token="[SEP]",
     ).save_pretrained(str(directory))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def pieces_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer directory as Llama's: words with their space, bytes for all else, a begin token,
+    two end ids, cuts on the left, and a chat template that writes the begin token itself.
+    """
+    special = ["<unk>", "<s>", "</s>", "<end>", "<pad>", "<image>", "<think>", "</think>"]
+    words = ["▁Hello", "▁world", "s", "▁are", ".", "▁", "▁London", "London", "ST", "OP", "▁STOP"]
+    vocabulary = [(piece, 0.0) for piece in special]
+    vocabulary += [(f"<0x{b:02X}>", -9.0) for b in range(256)]
+    vocabulary += [(word, -1.0) for word in words]
+    raw = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    # A text may be there, and nothing of it left.
+    raw.normalizer = normalizers.Replace(Regex("^ +$"), "")
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    directory = tmp_path_factory.mktemp("tokenizers") / "pieces"
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        additional_special_tokens=special[5:],
+        truncation_side="left",
+    )
+    fast.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% for p in m['content'] %}"
+        "{{ '<image>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endfor %}{{ style }}"
+        "{{ '<think>' if enable_thinking else '<think></think>' }}"
+    )
+    fast.save_pretrained(str(directory))
+    (directory / "generation_config.json").write_text('{"eos_token_id": [3, 2]}')
     return directory
 
 

@@ -9,11 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from tests.triton_repo.tables import rows
 from triton_repo.frontend.detokenize import LONG_WINDOW, Detokenizer, decode_all
-from triton_repo.frontend.tokenizer import ByteTokenizer, Tokenizer, open_with_transformers
+from triton_repo.frontend.tokenizer import (
+    ByteTokenizer,
+    FastTokenizer,
+    Tokenizer,
+    open_with_transformers,
+)
 
 BYTES = ByteTokenizer()
 
@@ -99,6 +105,35 @@ def test_spaces_survive(sentencepiece_like: Tokenizer, data: st.DataObject) -> N
     groups = data.draw(st.lists(st.one_of(piece, character), max_size=12))
     ids = [i for group in groups for i in group]
     assert decode_all(sentencepiece_like, ids) == sentencepiece_like.decode(ids, True)
+
+
+def test_bytes_that_are_no_character_take_nothing_back(sentencepiece_like: Tokenizer) -> None:
+    # A5.5: with one bad byte behind it, this decoder turns the whole run into U+FFFD.
+    def pieces(*names: str) -> list[int]:
+        return [sentencepiece_like.token_id(name) or 0 for name in names]
+
+    ids = pieces("▁Hello", "<0xC3>", "<0xA9>", "<0xFF>", "▁world", "s")
+    assert sentencepiece_like.decode(ids, True) == "Hello\ufffd\ufffd\ufffd worlds"
+    detokenizer = Detokenizer(sentencepiece_like)
+    assert [detokenizer.feed(i) for i in ids] == ["Hello", "", "é", "", "\ufffd world", "s"]
+    assert detokenizer.flush() == ""
+    # Negative control: the library's own stream gives up.
+    assert isinstance(sentencepiece_like, FastTokenizer)
+    stream = DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        for i in ids:
+            stream.step(sentencepiece_like._backend, i)
+
+
+def test_a_prompt_is_not_said_again(sentencepiece_like: Tokenizer) -> None:
+    # A5.4: the prompt ends inside a character, which the first token completes.
+    assert isinstance(sentencepiece_like, FastTokenizer)
+    prompt = [sentencepiece_like.token_id("▁Hello") or 0, *(2 + b for b in "🌶".encode()[:3])]
+    last = 2 + "🌶".encode()[3]
+    assert Detokenizer(sentencepiece_like, prompt).feed(last) == "🌶"
+    # Negative control: a stream that begins with the ids of the prompt.
+    stream = DecodeStream(ids=prompt, skip_special_tokens=True)
+    assert stream.step(sentencepiece_like._backend, last) == "Hello🌶"
 
 
 def test_decoding_pieces_alone_loses_spaces(sentencepiece_like: Tokenizer) -> None:

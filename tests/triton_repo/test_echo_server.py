@@ -17,12 +17,14 @@ import tritonclient.grpc as grpcclient
 from PIL import Image
 
 from tests.triton_repo.clients import (
+    Stream,
     generate,
     generate_stream,
     grpc_stream,
     metric,
     ok,
     refused,
+    row_inputs,
     text_of,
 )
 from tests.triton_repo.tables import rows
@@ -143,8 +145,14 @@ def test_the_salt_reaches_generation_on_every_path(
     answer = ok(echo_server, body, model)
     assert answer["ECHO_CACHE_SALT_ID"] == 15947361407820284973
     assert len(json.loads(answer["ECHO_MEDIA"])) == (path in ("image", "features"))
-    # None is no tensor, on no path.
+    # None is no tensor, on no path; an empty one is refused on each.
     assert "ECHO_CACHE_SALT_ID" not in ok(echo_server, PATHS[path], model)
+    for bad in ("", "tenant/a"):
+        message = refused(echo_server, PATHS[path] | {"cache_salt": bad}, model)
+        assert message.startswith("cache_salt: ") and "tenant" not in message
+    several = PATHS[path] | {"cache_salt": "tenant-a", "num_return_sequences": 2}
+    for event in generate_stream(echo_server, several, model):
+        assert event.get("ECHO_CACHE_SALT_ID", 15947361407820284973) == 15947361407820284973
     events = list(generate_stream(echo_server, body, model))
     assert events[0]["ECHO_CACHE_SALT_ID"] == 15947361407820284973
 
@@ -173,6 +181,115 @@ def test_truncation(echo_server: TritonServer, model: str, row: dict[str, Any]) 
 
 
 @both
+@pytest.mark.parametrize(
+    "row", [r for r in rows("truncation_slices") if r.values[0]["tokenizer_side"] == "right"]
+)
+def test_truncation_of_ids(echo_server: TritonServer, model: str, row: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"input_ids": list(range(row["length"])), "task": "embed"}
+    if row["truncate"] is not None:
+        body["truncate_prompt_tokens"] = row["truncate"]
+    if row["side"] is not None:
+        body["truncation_side"] = row["side"]
+    assert echo_ids(ok(echo_server, body, model)) == list(range(*row["kept"]))
+
+
+@both
+@pytest.mark.parametrize("text", ["abcdef", ""])
+def test_nothing_is_left_of_a_prompt(echo_server: TritonServer, model: str, text: str) -> None:
+    # T3: a request for no tokens is refused, never a silent success.
+    body = {"text_input": text, "truncate_prompt_tokens": 0, "truncation_side": "left"}
+    for more in ({}, {"task": "embed"}, {"padding": "8", "task": "embed"}):
+        message = refused(echo_server, body | more, model)
+        assert message.startswith("text_input: the prompt has no tokens")
+
+
+@both
+@pytest.mark.parametrize("path", PATHS)
+def test_a5_20_one_kind_of_truncation_on_every_path(
+    echo_server: TritonServer, model: str, path: str
+) -> None:
+    whole = echo_ids(ok(echo_server, PATHS[path], model))
+    open_end = PATHS[path] | {"truncate_prompt_tokens": -1}
+    assert echo_ids(ok(echo_server, open_end, model)) == whole
+    for wrong, name in (
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 4097}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
+    ):
+        assert refused(echo_server, PATHS[path] | wrong, model).startswith(f"{name}: ")
+    # The ids that preprocessing alone counts are those that are served.
+    names = {"text_input": "QUERY"}
+    body = {names.get(k, k): v for k, v in PATHS[path].items()} | {"REQUEST_OUTPUT_LEN": 4}
+    url = f"{echo_server.http_url}/v2/models/preprocessing/generate"
+    counted = requests.post(url, json=body, timeout=20).json()
+    assert (counted["INPUT_ID"], counted["REQUEST_INPUT_LEN"]) == (whole, len(whole))
+
+
+@both
+def test_rows_of_a_batch_are_cut_each_by_itself(echo_server: TritonServer, model: str) -> None:
+    body = {
+        "text_input": ["abcdef", "xy", "é12"], "max_tokens": [9] * 3,
+        "truncate_prompt_tokens": [3] * 3, "truncation_side": ["left"] * 3,
+        "return_token_offsets": [True] * 3, "return_num_input_tokens": [True] * 3,
+        "exclude_input_in_output": [True] * 3,
+    }  # fmt: skip
+    (result,) = ask_rows(echo_server, model, body)
+    ids, offsets = result.as_numpy("ECHO_INPUT_IDS"), result.as_numpy("PROMPT_TOKEN_OFFSETS")
+    lengths = result.as_numpy("num_input_tokens").reshape(-1).tolist()
+    assert lengths == [3, 2, 3]
+    kept = [row[:n] for row, n in zip(ids.tolist(), lengths, strict=True)]
+    assert kept == [list(b"def"), list(b"xy"), list("é12".encode())[-3:]]
+    assert offsets.tolist() == [
+        [[3, 4], [4, 5], [5, 6]], [[0, 1], [1, 2], [0, 0]], [[0, 1], [1, 2], [2, 3]],
+    ]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize(
+    "name", ["stream", "exclude_input_in_output", "return_log_probs", "return_num_output_tokens"]
+)
+def test_rows_that_want_other_answers(echo_server: TritonServer, model: str, name: str) -> None:
+    body = {"text_input": ["a", "b"], "max_tokens": [4, 4], name: [True, False]}
+    with pytest.raises(grpcclient.InferenceServerException) as caught:
+        ask_rows(echo_server, model, body)
+    assert f"{name}: must be the same in all rows" in str(caught.value.message())
+
+
+@both
+def test_streams_of_several_rows_and_sequences(echo_server: TritonServer, model: str) -> None:
+    texts = ["é1", "two!"]
+    body = {
+        "text_input": ["p"] * 2, "max_tokens": [9] * 2, "stream": [True] * 2,
+        "num_return_sequences": [2] * 2, "return_log_probs": [True] * 2,
+        "return_num_output_tokens": [True] * 2, "end_id": [-1] * 2,
+        "echo_output_ids": [[*texts[0].encode(), 256], list(texts[1].encode())],
+    }  # fmt: skip
+    found: dict[tuple[int, int], list[Any]] = {}
+    for result in ask_rows(echo_server, model, body):
+        place = tuple(int(result.as_numpy(f"{n}_index").item()) for n in ("batch", "sequence"))
+        found.setdefault(place, []).append(result)
+    assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for (row, _), results in found.items():
+        assert text_of(results) == texts[row]
+        ids = [i for r in results for i in r.as_numpy("output_ids").reshape(-1).tolist()]
+        assert ids == body["echo_output_ids"][row]
+        # Each id comes with its own log-probability, however text holds it back.
+        logs = [p for r in results for p in r.as_numpy("output_log_probs").reshape(-1).tolist()]
+        assert logs == [-n / 8 for n in range(1, len(ids) + 1)]
+        for r in results:
+            assert r.as_numpy("output_ids").size == r.as_numpy("output_log_probs").size
+        last = results[-1]
+        assert last.as_numpy("finish_reason").item() == b"stop"
+        assert last.as_numpy("num_output_tokens").item() == len(ids)
+        assert last.as_numpy("cum_log_probs").item() == pytest.approx(sum(logs))
+        assert not any(r.as_numpy("finish_reason") is not None for r in results[:-1])
+    # One row of one sequence has neither index.
+    with grpc_stream(echo_server, {"text_input": "x", "stream": True}, model) as stream:
+        for result in stream.collect():
+            assert result.as_numpy("batch_index") is result.as_numpy("sequence_index") is None
+
+
+@both
 def test_truncate_then_pad(echo_server: TritonServer, model: str) -> None:
     body = {
         "input_ids": list(range(1, 11)), "truncate_prompt_tokens": 3, "truncation_side": "left",
@@ -195,6 +312,8 @@ def test_truncate_then_pad(echo_server: TritonServer, model: str) -> None:
 def test_views(echo_server: TritonServer, model: str, row: dict[str, Any]) -> None:
     body = {"text_input": "x", "mm_processor_kwargs": json.dumps(row["kwargs"])}
     seen = json.loads(ok(echo_server, body, model)["ECHO_MM_VIEWS"])[row["modality"]]
+    if row["same"]:
+        assert seen == row["kwargs"]
     for key, value in row["expect"].items():
         assert seen[key] == value
     assert not set(row["absent"]) & seen.keys()
@@ -240,6 +359,37 @@ def test_stop_words(echo_server: TritonServer, model: str) -> None:
 
 
 @both
+def test_a5_8_a_stop_word_of_the_prompt_stops_nothing(
+    echo_server: TritonServer, model: str
+) -> None:
+    body = {"text_input": "STOP and ST", "stop_words": ["STOP"], "max_tokens": 64}
+    # Nor one that begins in the prompt.
+    answer = ok(echo_server, body | {"echo_output_ids": list(b"OP goes on")}, model)
+    assert answer["text_output"] == "STOP and STOP goes on"
+    assert "stop_reason" not in answer
+    both_times = ok(echo_server, body | {"echo_output_ids": list(b"OP STOP goes")}, model)
+    assert both_times["text_output"] == "STOP and STOP "
+
+
+@pytest.mark.parametrize("stops", [["STOP", "END"], ["END", "STOP"]])
+def test_a5_9_two_stop_words_in_one_step(echo_server: TritonServer, stops: list[str]) -> None:
+    # Postprocessing gets all ids at once, as from a generation model that makes several a step.
+    state = {"context": [], "text": {"stop_words": stops}}
+    inputs = [
+        {"name": "TOKENS_BATCH", "datatype": "INT32", "shape": [1, 1, 12],
+         "data": list(b"abSTOPdeENDf")},
+        {"name": "SEQUENCE_LENGTH", "datatype": "INT32", "shape": [1, 1], "data": [12]},
+        {"name": "FINISH_REASON", "datatype": "BYTES", "shape": [1, 1], "data": ["length"]},
+        {"name": "STREAM_STATE", "datatype": "BYTES", "shape": [1, 1], "data": [json.dumps(state)]},
+    ]  # fmt: skip
+    url = f"{echo_server.http_url}/v2/models/postprocessing/infer"
+    answer = requests.post(url, json={"inputs": inputs}, timeout=20).json()
+    out = {o["name"]: o["data"] for o in answer["outputs"]}
+    assert (out["OUTPUT"], out["STOP_REASON"]) == (["ab"], ["STOP"])
+    assert out["OUTPUT_IDS"] == list(b"abSTOP")
+
+
+@both
 def test_bad_words_reach_generation(echo_server: TritonServer, model: str) -> None:
     answer = ok(echo_server, {"text_input": "x", "bad_words": ["ab"]}, model)
     sampling = json.loads(answer["ECHO_SAMPLING"])
@@ -261,6 +411,10 @@ def test_sampling_parameters_reach_generation(echo_server: TritonServer, model: 
     assert sampling["end_ids"] == [256]
     aliased = ok(echo_server, {"text_input": "x", "random_seed": 7}, model)
     assert json.loads(aliased["ECHO_SAMPLING"])["seed"] == 7
+    unset = {"top_p": 0.0, "top_k": 0, "num_return_sequences": 0, "beam_width": 0}
+    sampling = json.loads(ok(echo_server, {"text_input": "x"} | unset, model)["ECHO_SAMPLING"])
+    assert not {"top_p", "top_k"} & sampling.keys()
+    assert sampling["num_return_sequences"] == 1
 
 
 @both
@@ -315,33 +469,26 @@ def test_several_sequences(echo_server: TritonServer, model: str) -> None:
     assert texts == {0: "ab", 1: "ab", 2: "ab"}
 
 
+def ask_rows(server: TritonServer, model: str, body: dict[str, list[Any]]) -> list[Any]:
+    """The responses to a request of several rows."""
+    stream = Stream()
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: stream.events.put((result, error)))
+        inputs = row_inputs(body)
+        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        try:
+            return stream.collect()
+        finally:
+            client.stop_stream()
+
+
 @both
 def test_a_batch_of_rows(echo_server: TritonServer, model: str) -> None:
-    def tensor(name: str, kind: str, values: list[Any], dtype: Any) -> Any:
-        array = np.array([[v] for v in values], dtype=dtype)
-        out = grpcclient.InferInput(name, list(array.shape), kind)
-        out.set_data_from_numpy(array)
-        return out
-
-    import queue
-
-    events: queue.Queue[Any] = queue.Queue()
-    client = grpcclient.InferenceServerClient(echo_server.grpc_url)
-    client.start_stream(lambda result, error: events.put((result, error)))
-    client.async_stream_infer(
-        model,
-        [
-            tensor("text_input", "BYTES", [b"first", b"2nd"], np.object_),
-            tensor("max_tokens", "INT32", [9, 9], np.int32),
-            tensor("cache_salt", "BYTES", [b"a", b"b"], np.object_),
-            tensor("exclude_input_in_output", "BOOL", [True, True], np.bool_),
-            tensor("return_num_input_tokens", "BOOL", [True, True], np.bool_),
-        ],
-        enable_empty_final_response=True,
-    )
-    result, error = events.get(timeout=10)
-    client.stop_stream()
-    assert error is None
+    body = {
+        "text_input": ["first", "2nd"], "max_tokens": [9] * 2, "cache_salt": ["a", "b"],
+        "exclude_input_in_output": [True] * 2, "return_num_input_tokens": [True] * 2,
+    }  # fmt: skip
+    (result,) = ask_rows(echo_server, model, body)
     assert [bytes(t) for t in result.as_numpy("text_output").reshape(-1)] == [b"first", b"2nd"]
     salts = result.as_numpy("ECHO_CACHE_SALT_ID").reshape(-1).tolist()
     assert salts == [cache_salt_id("a"), cache_salt_id("b")]
@@ -445,6 +592,39 @@ def test_a_slow_media_server_delays_nobody_else(
     [
         ({"text_input": "x", "max_token": 3}, "max_token"),
         ({"text_input": "x", "random_sed": 3}, "random_sed"),
+        ({"text_input": "x", "random_seed": 3, "seed": 4}, "random_seed"),
+        ({"text_input": "x", "min_tokens": 17}, "min_tokens"),
+        ({"input_ids": [-1]}, "input_ids"),
+        (
+            {"content_parts": '[{"type": "token_ids", "token_ids": [261]}]'},
+            "content_parts[0].token_ids",
+        ),
+        ({"content_parts": json.dumps(["x" * 2100] * 2)}, "text_input"),
+        (
+            {"content_parts": json.dumps(["x" * 5000, {"type": "image_url", "image_url": IMAGE}])},
+            "text_input",
+        ),
+        ({"text_input": "x" * 5000, "image_url_input": [IMAGE]}, "text_input"),
+        ({"text_input": "x", "bad_words": ["a", " \t"]}, "bad_words"),
+        ({"text_input": "x", "stop_words": ["x" * 1025]}, "stop_words"),
+        (
+            {
+                "content_parts": json.dumps(
+                    [
+                        {
+                            "type": "image_url",
+                            "image_url": {
+                                "url": IMAGE,
+                                "min_pixels": 1 << 30,
+                                "max_pixels": 1 << 30,
+                            },
+                        }
+                    ]
+                )
+            },
+            "content_parts[0].image_url",
+        ),
+        ({"text_input": "x", "image_url_input": [IMAGE] * 65}, "image_url"),
         ({"text_input": "x", "max_tokens": 2**31 - 1}, "max_tokens"),
         ({"text_input": "x", "max_tokens": 2**40}, "max_tokens"),
         ({"text_input": "x", "temperature": -1}, "temperature"),
@@ -570,6 +750,24 @@ def test_options_of_one_modality_do_not_reach_the_other(
     tight = {"size": {"longest_edge": 16384, "shortest_edge": 1024}}
     plain = lengths({})
     assert plain == [256, 128]
+    # A5.25, A5.26: the keys of cached media change with their own options, and with no others.
+    keys_of = {}
+    for name, kwargs in (
+        ("plain", {}),
+        ("video", {"videos_kwargs": {"fps": 4}}),
+        ("image", {"images_kwargs": {"x": 1}}),
+    ):
+        body = {"content_parts": json.dumps(parts), "mm_processor_kwargs": json.dumps(kwargs)}
+        spans = json.loads(ok(echo_server, body, model)["ECHO_MEDIA"])
+        keys_of[name] = [span["key"] for span in spans]
+    assert keys_of["video"][0] == keys_of["plain"][0] != keys_of["image"][0]
+    assert keys_of["image"][1] == keys_of["plain"][1] != keys_of["video"][1]
+    # An item may have options of its own, for itself only.
+    small = [{"type": "image_url", "image_url": {"url": image} | tight_item} for tight_item in
+             ({"max_pixels": 16384, "min_pixels": 1024}, {})]  # fmt: skip
+    spans = json.loads(ok(echo_server, {"content_parts": json.dumps(small)}, model)["ECHO_MEDIA"])
+    assert (spans[0]["length"], spans[1]["length"]) == (16, plain[0])
+    assert spans[0]["key"] != spans[1]["key"] == keys_of["plain"][0]
     image_only, video_only = lengths({"images_kwargs": tight}), lengths({"videos_kwargs": tight})
     assert image_only[0] <= 16 and image_only[1] == plain[1]
     assert video_only[0] == plain[0] and video_only[1] <= 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tritonclient.grpc import model_config_pb2
 from plugins.support.errors import InputError, UsageError
 from triton_repo.frontend.tokenizer import load_tokenizer, open_with_transformers
 from triton_repo.generate import MODELS, RepositoryOptions, parse_options, write_repository
-from triton_repo.parameters import REPOSITORY_FORMAT
+from triton_repo.parameters import REPOSITORY_FORMAT, GenerationParameters, parse_parameters
 from triton_repo.tensors import REQUEST, RESPONSE
 from triton_repo.validate import validate_repository
 
@@ -138,6 +139,28 @@ def _edit_all(repository: Path, old: str, new: str) -> None:
 def _swap_id(repository: Path) -> None:
     written = json.loads((repository / "repository.json").read_text())["repository_id"]
     _edit(repository, "postprocessing", written, "0" * 16)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"max_token": 3}, "max_token is no field of a request"),
+        ({"text_input": "x"}, "text_input cannot have a default"),
+        ({"stop": True}, "stop cannot have a default"),
+        ({"echo_delay_ms": 1}, "echo_delay_ms is no field of a request"),
+        ({"temperature": "hot"}, "temperature must be FP32, not 'hot'"),
+        ({"max_tokens": True}, "max_tokens must be INT32, not True"),
+        ({"stop_words": "x"}, "stop_words must be a list"),
+        ({"stop_words": [1]}, "stop_words must be STRING, not 1"),
+    ],
+)
+def test_defaults_that_are_none(tmp_path: Path, defaults: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_options([f"request_defaults={json.dumps(defaults)}"])
+    assert caught.value.where == "request_defaults" and message in (caught.value.expected or "")
+    # A repository that somebody has edited says so when its models start.
+    with pytest.raises(InputError, match=re.escape(message)):
+        parse_parameters(GenerationParameters, "m", {"request_defaults": json.dumps(defaults)})
 
 
 @pytest.mark.parametrize("message", BREAK)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from plugins.support.errors import UsageError
 from triton_repo.frontend.chat import MediaReference
-from triton_repo.frontend.fetch import FetchLimits, fetch
+from triton_repo.frontend.fetch import FetchLimits, _resolve, fetch
 from triton_repo.frontend.geometry import VisionGeometry
 from triton_repo.frontend.media import MediaPolicy, load_media
 
@@ -46,6 +46,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"x")
                 self.wfile.flush()
                 time.sleep(0.2)
+        elif path == "/slow-image":
+            time.sleep(0.4)
+            self._answer(200, image("PNG", (32, 32)))
         elif path in ("/dripping", "/dripping-headers"):
             # Never silent for as long as a read may take, and never done.
             self.send_response(200)
@@ -135,11 +138,49 @@ def test_redirects_are_checked(web: str, target: str) -> None:
         "http://169.254.169.254/latest/meta-data", "http://192.168.1.1/", "http://0.0.0.0/",
         "http://[::ffff:127.0.0.1]/", "http://2130706433/", "http://0x7f.1/", "http://100.64.0.1/",
         "http://[fe80::1]/", "http://224.0.0.1/",
+        # IPv4 addresses inside of IPv6 ones: mapped, compatible, translated, 6to4, NAT64.
+        "http://[::ffff:10.0.0.1]/", "http://[::10.0.0.1]/", "http://[::ffff:0:10.0.0.1]/",
+        "http://[2002:7f00:1::]/", "http://[64:ff9b::10.0.0.1]/", "http://[64:ff9b:1::a00:1]/",
+        # Of one site, of a relay, and for documents.
+        "http://[fec0::1]/", "http://[fd00::1]/", "http://192.88.99.1/", "http://[2001:db8::1]/",
     ],
 )  # fmt: skip
 def test_private_addresses(url: str) -> None:
     message = refused(url, FetchLimits(connect_s=0.5, read_s=0.5))
     assert "not public" in message or "cannot be resolved" in message
+
+
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "2606:4700::1111", "64:ff9b::93.184.216.34", "2002:5db8:d822::1"]
+)
+def test_public_addresses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: [entry])
+    assert _resolve("x", 80, FetchLimits(), "image_url") == entry
+
+
+@pytest.mark.parametrize("private", ["10.0.0.1", "::1"])
+def test_one_private_address_among_public_ones(
+    private: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    entries = [(socket.AF_INET, 1, 6, "", (a, 80)) for a in ("93.184.216.34", private)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: entries)
+    assert "not public" in refused("http://mixed.example/x", FetchLimits())
+
+
+def test_all_items_together_have_a_time_limit(web: str) -> None:
+    limits = FetchLimits(read_s=1, total_s=0.6, request_s=1.0, allow_private=True)
+    urls = [f"data:image/png;base64,{base64.b64encode(image('PNG', (32, 32))).decode()}"] * 3
+    references = [MediaReference("image", u) for u in [*urls, *[f"{web}/slow-image"] * 9]]
+    started = time.monotonic()
+    with pytest.raises(UsageError, match="took too long"):
+        load_media(references, {}, VisionGeometry(), MediaPolicy(fetch=limits))
+    # One by one they would take 3.6 seconds, none of them too long for itself.
+    assert time.monotonic() - started < 2.5
 
 
 def test_a_redirect_to_a_private_address(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +258,54 @@ def load(modality: str, content: bytes, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_image_formats(form: str) -> None:
     assert load("image", image(form, (512, 512))).tokens == 256
+
+
+@pytest.mark.parametrize("form", ["TIFF", "EPS", "PDF", "ICO", "PPM"])
+def test_other_formats_never_reach_their_decoder(form: str) -> None:
+    # One of them would start a program.
+    with pytest.raises(UsageError, match="is not a readable image"):
+        load("image", image(form, (64, 64)))
+
+
+def test_an_animated_image_is_one_image() -> None:
+    # A5.19: frames are a matter of videos.
+    animated, still = image("GIF", (256, 256), frames=4), image("GIF", (256, 256))
+    assert load("image", animated).tokens == load("image", still).tokens == 64
+
+
+@pytest.mark.parametrize("modality", ["image", "video"])
+def test_options_of_an_item_are_heard_by_its_count_and_its_key(modality: str) -> None:
+    content = image("GIF", (512, 512), frames=4)
+
+    def one(options: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+        reference = MediaReference(modality, data=content, options=options)
+        return load_media([reference], kwargs, VisionGeometry(), MediaPolicy())[0]
+
+    small = {"size": {"shortest_edge": 1024, "longest_edge": 16384}}
+    by_item, by_request = one(small, {}), one({}, {f"{modality}s_kwargs": small})
+    assert by_item == by_request
+    assert by_item.tokens <= 16 < one({}, {}).tokens
+    # It is the innermost scope, for its own item only.
+    both = load_media(
+        [MediaReference(modality, data=content, options=o) for o in (small, {})],
+        {"size": {"longest_edge": 65536}},
+        VisionGeometry(),
+        MediaPolicy(max_items={}),
+    )
+    assert both[0].tokens == by_item.tokens < both[1].tokens < one({}, {}).tokens
+
+
+def test_options_of_an_item_need_trust_too() -> None:
+    policy = MediaPolicy(trust_request_kwargs=False)
+
+    def one(**options: Any) -> Any:
+        reference = MediaReference("image", data=image("PNG", (64, 64)), options=options)
+        return load_media([reference], {}, VisionGeometry(), policy)[0]
+
+    with pytest.raises(UsageError, match="not allowed per request"):
+        one(max_pixels=1 << 40)
+    # How much of it a client wants to be looked at is no option of a processor.
+    assert one(detail="low").tokens == one().tokens
 
 
 def test_video_frames() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
+import math
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypedDict
 
@@ -61,6 +65,13 @@ def test_route_without_schema_keeps_the_other_modality() -> None:
     }
 
 
+def test_route_without_schema_leaves_the_rest() -> None:
+    kwargs = {"sampling_rate": 1, "size": 2, "audio_kwargs": {"sampling_rate": 3}}
+    assert route(kwargs) == {"size": 2, "audio_kwargs": {"sampling_rate": 3}}
+    # What no processor takes stays flat, with a schema too.
+    assert route({"unknown": 1, "fps": 2}, ACCEPTED) == {"unknown": 1, "videos_kwargs": {"fps": 2}}
+
+
 def test_routed_kwargs_never_name_a_key_twice() -> None:
     values: list[Any] = [None, 3, {"longest_edge": 5}]
     for flat, image, video in itertools.product(values, repeat=3):
@@ -92,6 +103,53 @@ def test_counts_come_from_the_same_view_as_budgets() -> None:
     assert geometry.max_tokens(kwargs, "video") == 8
     assert geometry.tokens(kwargs, "video", 4000, 4000, 2) <= 8
     assert geometry.tokens(kwargs, "image", 640, 480) == geometry.tokens({}, "image", 640, 480)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"size": {"shortest_edge": 4096, "longest_edge": 9000}},
+        {"size": {"shortest_edge": 4096, "longest_edge": 9000}, "max_pixels": 8000},
+        {"size": {"shortest_edge": 4096, "longest_edge": 9000}, "min_pixels": 5000},
+        # A scope's own size and a flat alias reach a processor together.
+        {"images_kwargs": {"size": {"shortest_edge": 1, "longest_edge": 9}}, "max_pixels": 8000},
+    ],
+)
+def test_older_names_win_as_in_transformers(kwargs: dict[str, Any]) -> None:
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    with pytest.warns(FutureWarning) if len(kwargs) > 1 else nullcontext():
+        given = {k: v for k, v in view(kwargs, "image").items() if k in ACCEPTED["images_kwargs"]
+                 or k == "min_pixels"}  # fmt: skip
+        size = module.Qwen2VLImageProcessorPil()._standardize_kwargs(**given)["size"]
+    found = VisionGeometry().pixel_limits(kwargs, "image")
+    assert found == (size["shortest_edge"], size["longest_edge"])
+
+
+def transformers_video_resize() -> Any:
+    """Qwen3-VL's function; its module cannot be imported without torchvision."""
+    import transformers
+
+    path = Path(transformers.__file__).parent / "models/qwen3_vl/video_processing_qwen3_vl.py"
+    (function,) = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "smart_resize"
+    )
+    namespace: dict[str, Any] = {"math": math}
+    exec(compile(ast.Module([function], []), str(path), "exec"), namespace)
+    return namespace["smart_resize"]
+
+
+@pytest.mark.parametrize("frames", [2, 3, 4, 5, 7, 64])
+@pytest.mark.parametrize("size", [(480, 640), (1080, 1920), (31, 300), (20, 20), (3000, 64)])
+@pytest.mark.parametrize("limits", [(4096, 25165824), (131072, 786432), (4096, 65536)])
+def test_counts_of_videos_equal_transformers(
+    frames: int, size: tuple[int, int], limits: tuple[int, int]
+) -> None:
+    h, w = transformers_video_resize()(frames, *size, 2, 32, *limits)
+    kwargs = {"size": {"shortest_edge": limits[0], "longest_edge": limits[1]}}
+    want = -(-frames // 2) * (h // 32) * (w // 32)
+    assert VisionGeometry().tokens(kwargs, "video", *size, frames) == want
 
 
 @pytest.mark.parametrize("size", [(480, 640), (1080, 1920), (31, 33), (3000, 20), (64, 64)])
@@ -166,6 +224,7 @@ SIZE, OTHER = {"longest_edge": 1}, {"longest_edge": 2}
         ({"videos_kwargs": None}, AttributeError),
         ({"videos_kwargs": "x"}, AttributeError),
         ({"unknown_key": 3}, {}),
+        ({"videos_kwargs": {"bogus": 1}}, TypeError),
         (
             {"return_tensors": "pt", "text_kwargs": {"padding": True}},
             {

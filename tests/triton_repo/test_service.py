@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from plugins.support.errors import CapabilityError, UsageError
+from triton_repo.answers import AnswerOptions, TextAnswer
 from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.pipeline import MediaSpan
 from triton_repo.frontend.sampling import Sampling
@@ -22,6 +23,7 @@ from triton_repo.generation.channel import ChannelClient, ChannelServer
 from triton_repo.generation.echo import EchoGenerator
 from triton_repo.generation.metrics import Metrics
 from triton_repo.generation.service import GenerationService
+from triton_repo.replies import Reply
 
 
 class Collected:
@@ -112,6 +114,54 @@ class Failing:
 
     def close(self) -> None:
         pass
+
+
+class Leaping(Failing):
+    """Several tokens in one step, as with guesses that were right."""
+
+    def submit(self, call: GenerationCall, deliver: Deliver) -> Callable[[], None]:
+        def run() -> None:
+            for part in (b"abc", b"STOPdeEND", b"more"):
+                deliver(GenerationEvent(list(part), [-float(i) for i in part]))
+            deliver(GenerationEvent(finish_reason="stop"))
+
+        threading.Timer(0.05, run).start()
+        return lambda: None
+
+
+@pytest.mark.parametrize("stops", [("STOP", "END"), ("END", "STOP")])
+def test_two_stop_strings_in_one_step(stops: tuple[str, ...]) -> None:
+    # A5.9: the first to complete wins; ids and log-probabilities behind it are dropped.
+    service = GenerationService(Leaping(None), ByteTokenizer(), Metrics(None, "test"))
+    collected = Collected()
+    service.submit(call([1], text=TextOptions(stops)), collected)
+    assert collected.wait().finish_reason == "stop"
+    assert collected.ids == list(b"abcSTOP")
+    assert [p for e in collected.events for p in e.log_probs] == [-float(i) for i in b"abcSTOP"]
+    # Who makes the text of these events comes to the same end.
+    reply = Recorded()
+    options = AnswerOptions(False, True, True, False, True, False)
+    answer = TextAnswer(reply, options, [call([1], text=TextOptions(stops))], ByteTokenizer())
+    (sequence,) = answer.sequences
+    for part in (b"abc", b"STOPdeEND"):
+        event = GenerationEvent(list(part), [-float(i) for i in part])
+        answer.on_event(sequence, event)
+    assert len(reply.sent) == 1
+    sent = reply.sent[0]
+    assert sent["text_output"].item() == b"abc" and sent["stop_reason"].item() == b"STOP"
+    assert sent["output_ids"].tolist() == [[list(b"abcSTOP")]]
+    assert sent["output_log_probs"].tolist() == [[[-float(i) for i in b"abcSTOP"]]]
+    assert sent["num_output_tokens"].tolist() == [[7]]
+
+
+class Recorded(Reply):
+    """Keeps what would be sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, tensors: Any, final: bool) -> None:
+        self.sent.append(tensors)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,18 @@ def test_bad_words_cover_the_middle_of_a_sentence() -> None:
     assert words.bad_sequences(BYTES, [" a"]) == [[32, 97]]
 
 
+def test_both_forms_of_a_word_where_a_space_is_part_of_it(pieces_tokenizer: Path) -> None:
+    # A5.12: in front of "London" stands a space, in a sentence and at its beginning, or none.
+    tokenizer = open_with_transformers(pieces_tokenizer)
+    ids = [tokenizer.token_id(p) for p in ("▁London", "London")]
+    assert words.bad_sequences(tokenizer, ["London"]) == [[ids[0]], [ids[1]]]
+    # A word that is several pieces in one of its forms.
+    assert words.bad_sequences(tokenizer, ["are"]) == [
+        [tokenizer.token_id("▁are")],
+        [*tokenizer.encode("\nare", False, False).ids[2:]],
+    ]
+
+
 @pytest.mark.parametrize("word", [" ", "\n", "\t "])
 def test_white_space_cannot_be_banned(word: str) -> None:
     with pytest.raises(UsageError) as caught:

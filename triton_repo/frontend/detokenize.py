@@ -66,9 +66,14 @@ class Detokenizer:
         return self._emit(text)
 
     def _emit(self, text: str) -> str:
-        shared = len(self._shown) if text.startswith(self._shown) else _common(self._shown, text)
+        if text.startswith(self._shown):
+            new = text[len(self._shown) :]
+        else:
+            # Some decoders take back what they said when bytes follow that are none of a character.
+            # It has been shown: what follows is decoded by itself.
+            new = self._decode(self._pending)
         self._advance(len(self._pending))
-        return text[shared:]
+        return new
 
     def _advance(self, count: int) -> None:
         """The first `count` pending ids are done; they become the context of what follows."""
@@ -95,12 +100,6 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip) if ids else ""
-
-
-def _common(a: str, b: str) -> int:
-    """Length of the common prefix: text that some decoder changed after it was shown."""
-    pairs = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def decode_all(

@@ -14,7 +14,7 @@ import ipaddress
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes, urljoin, urlsplit
@@ -26,6 +26,17 @@ from plugins.support.errors import UsageError
 from triton_repo.frontend.problems import problem
 
 _CHUNK = 64 * 1024
+# IPv6 networks whose last 32 bits are an IPv4 address that a gateway, or the machine, goes on to:
+# compatible (RFC 4291), translated (RFC 2765) and NAT64 (RFC 6052).
+_IPV4_INSIDE = tuple(
+    ipaddress.IPv6Network(network) for network in ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96")
+)
+# What the standard library takes for public: NAT64 of one site (RFC 8215), addresses of one site
+# (RFC 3879), segment routing (RFC 9602), relays of 6to4 (RFC 7526).
+_NOT_PUBLIC = tuple(
+    ipaddress.ip_network(network)
+    for network in ("64:ff9b:1::/48", "fec0::/10", "5f00::/16", "192.88.99.0/24")
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class FetchLimits:
     Attributes:
         max_bytes: size of one item.
         connect_s, read_s, total_s: time-outs for the connection, between bytes, and for all.
+        request_s: for all fetches of one request together.
         redirects: how many redirects are followed.
         allow_private: allow loopback and private addresses (tests, in-house stores).
         allowed_hosts: if not empty, only these host names.
@@ -45,6 +57,7 @@ class FetchLimits:
     connect_s: float = 3.0
     read_s: float = 5.0
     total_s: float = 20.0
+    request_s: float = 60.0
     redirects: int = 3
     allow_private: bool = False
     allowed_hosts: frozenset[str] = frozenset()
@@ -77,6 +90,25 @@ def fetch(url: str, limits: FetchLimits, parameter: str = "image_url") -> bytes:
         if urlsplit(url).scheme not in ("http", "https"):
             raise problem(parameter, "is redirected to a scheme that is not allowed")
     raise problem(parameter, "is redirected too often", expected=f"<= {limits.redirects} redirects")
+
+
+class RequestFetches:
+    """The fetches of one request: many slow items must not hold a thread for many time-outs."""
+
+    def __init__(self, limits: FetchLimits) -> None:
+        self._limits = limits
+        self._end = time.monotonic() + limits.request_s
+
+    def fetch(self, url: str, parameter: str) -> bytes:
+        """As the function of that name, in the time that is left."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise problem(
+                parameter, "the media of this request took too long",
+                expected=f"<= {self._limits.request_s:g} s",
+            )  # fmt: skip
+        limits = replace(self._limits, total_s=min(self._limits.total_s, left))
+        return fetch(url, limits, parameter)
 
 
 def _get(
@@ -136,11 +168,24 @@ def _resolve(host: str, port: int, limits: FetchLimits, parameter: str) -> tuple
         raise problem(parameter, "names a host that cannot be resolved") from None
     if not limits.allow_private:
         for entry in found:
-            address = ipaddress.ip_address(str(entry[4][0]).partition("%")[0])
-            mapped = getattr(address, "ipv4_mapped", None) or address
-            if not mapped.is_global or mapped.is_multicast:
+            if not _is_public(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])):
                 raise problem(parameter, "names an address that is not public")
     return found[0]
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether an address, and the IPv4 address that it may hold, belong to the open internet."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if any(address in network for network in _IPV4_INSIDE):
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return _is_public(inner)
+    return (
+        address.is_global
+        and not address.is_multicast
+        and not any(address in network for network in _NOT_PUBLIC)
+    )
 
 
 class _Cutoff:

@@ -32,23 +32,22 @@ class VisionGeometry:
     def pixel_limits(self, kwargs: Mapping[str, Any], modality: str) -> tuple[int, int]:
         """(smallest, largest) pixels of an item; of a whole video for "video".
 
-        Reads `size.shortest_edge` and `size.longest_edge`, or the older `min_pixels` and
-        `max_pixels`, flat or scoped.
+        Reads `size.shortest_edge` and `size.longest_edge`, flat or scoped. The older `min_pixels`
+        and `max_pixels` win over them, as in processors of transformers.
         """
         options = view(kwargs, modality)
         low, high = self.image_pixels if modality == "image" else self.video_pixels
         size = options.get("size")
         size = size if isinstance(size, Mapping) else {}
-        low = _positive(
-            "size.shortest_edge", size.get("shortest_edge", options.get("min_pixels")), low
-        )
-        high = _positive(
-            "size.longest_edge", size.get("longest_edge", options.get("max_pixels")), high
-        )
+        low = _positive("min_pixels", options, _positive("size.shortest_edge", size, low))
+        high = _positive("max_pixels", options, _positive("size.longest_edge", size, high))
         return min(low, high), high
 
     def max_tokens(self, kwargs: Mapping[str, Any], modality: str) -> int:
-        """The most placeholder tokens one item can expand to: its share of the encoder budget."""
+        """The most placeholder tokens one item can expand to: its share of the encoder budget.
+
+        Of a video in whole temporal patches, and of sides that are not rounded up to one token.
+        """
         _, high = self.pixel_limits(kwargs, modality)
         return high // self._pixels_per_token(modality)
 
@@ -59,31 +58,49 @@ class VisionGeometry:
     def tokens(
         self, kwargs: Mapping[str, Any], modality: str, height: int, width: int, frames: int = 1
     ) -> int:
-        """Placeholder tokens of one item of the given size; equals what the processor returns."""
+        """Placeholder tokens of one item of the given size; equals what the processor returns.
+
+        A video of fewer frames than a patch has is filled up with its last one.
+        """
         low, high = self.pixel_limits(kwargs, modality)
         factor = self.patch * self.merge
-        groups = 1 if modality == "image" else math.ceil(frames / self.temporal)
-        scale = 1 if modality == "image" else groups * self.temporal
-        h, w = smart_resize(height, width, factor, low / scale, high / scale)
-        return groups * (h // factor) * (w // factor)
+        if modality == "image":
+            h, w = smart_resize(height, width, factor, low, high)
+            return (h // factor) * (w // factor)
+        frames = max(frames, self.temporal)
+        h, w = smart_resize(height, width, factor, low, high, frames, self.temporal)
+        return math.ceil(frames / self.temporal) * (h // factor) * (w // factor)
 
 
-def smart_resize(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
-    """Nearest size in multiples of `factor` with about the same aspect and low <= h*w <= high."""
+def smart_resize(
+    height: int, width: int, factor: int, low: int, high: int, frames: int = 0, temporal: int = 1
+) -> tuple[int, int]:
+    """Nearest size in multiples of `factor` with about the same aspect and low <= h*w <= high.
+
+    With `frames` the limits are those of a whole video, by the rule of Qwen3-VL's processor: the
+    frames in whole patches of `temporal` are compared with them, and all frames are scaled.
+    """
+    if frames and min(height, width) < factor:
+        scale = factor / min(height, width)
+        height, width = int(height * scale), int(width * scale)
+    count = frames or 1
+    pixels = count * height * width
     h = max(factor, round(height / factor) * factor)
     w = max(factor, round(width / factor) * factor)
-    if h * w > high:
-        beta = math.sqrt(height * width / high)
+    patched = round(count / temporal) * temporal * h * w
+    if patched > high:
+        beta = math.sqrt(pixels / high)
         h = max(factor, math.floor(height / beta / factor) * factor)
         w = max(factor, math.floor(width / beta / factor) * factor)
-    elif h * w < low:
-        beta = math.sqrt(low / (height * width))
+    elif patched < low:
+        beta = math.sqrt(low / pixels)
         h = math.ceil(height * beta / factor) * factor
         w = math.ceil(width * beta / factor) * factor
     return h, w
 
 
-def _positive(parameter: str, value: Any, default: int) -> int:
+def _positive(parameter: str, options: Mapping[str, Any], default: int) -> int:
+    value = options.get(parameter.rpartition(".")[2])
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triton_repo.frontend.chat import MediaReference
-from triton_repo.frontend.fetch import FetchLimits, fetch
+from triton_repo.frontend.fetch import FetchLimits, RequestFetches
 from triton_repo.frontend.geometry import MAX_ASPECT_RATIO, VisionGeometry
-from triton_repo.frontend.mm_kwargs import injective, own_options
+from triton_repo.frontend.mm_kwargs import SCOPES, injective, merge, own_options
 from triton_repo.frontend.problems import problem
 
 MAX_PIXELS = 64 << 20
+# Others are not only seldom: some decoders start programs, or have no limits of their own.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# What an item may say of itself without changing how it is processed.
+HARMLESS_OPTIONS = frozenset({"detail"})
 MAX_AUDIO_SECONDS = 3600
 AUDIO_TOKENS_PER_SECOND = 12.5
 
@@ -95,12 +99,21 @@ def load_media(
     if not references:
         return []
     admit(references, policy)
+    fetches = RequestFetches(policy.fetch)
     items = []
     for reference in references:
-        content = reference.data or fetch(reference.url, policy.fetch, parameter=reference.named)
+        modality, own = reference.modality, dict(reference.options)
+        if not policy.trust_request_kwargs and own.keys() - HARMLESS_OPTIONS:
+            name = min(own.keys() - HARMLESS_OPTIONS)
+            raise problem(
+                reference.named, "processor options are not allowed per request", found=name
+            )
+        content = reference.data or fetches.fetch(reference.url, reference.named)
         if not content:
             raise problem(reference.named, "is empty")
-        tokens = _count_tokens(reference, content, kwargs, geometry)
+        # An item's own options are the innermost scope, for its tokens and for its key.
+        effective = merge(kwargs, {SCOPES[modality]: own}) if own else kwargs
+        tokens = _count_tokens(reference, content, effective, geometry)
         if tokens > policy.max_item_tokens:
             raise problem(
                 reference.named,
@@ -108,10 +121,8 @@ def load_media(
                 expected=f"<= {policy.max_item_tokens}",
                 found=tokens,
             )
-        options = own_options(kwargs, reference.modality) | dict(reference.options)
-        items.append(
-            MediaItem(reference.modality, media_key(reference.modality, content, options), tokens)
-        )
+        key = media_key(modality, content, own_options(effective, modality))
+        items.append(MediaItem(modality, key, tokens))
     return items
 
 
@@ -146,7 +157,7 @@ def _image_size(content: bytes, modality: str, parameter: str) -> tuple[int, int
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content)) as image:
+            with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
                 width, height = image.size
                 frames = getattr(image, "n_frames", 1) if modality == "video" else 1
                 if width * height * frames > MAX_PIXELS:

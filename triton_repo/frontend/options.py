@@ -177,6 +177,15 @@ class RequestOptions:
         }
 
 
+def with_defaults(request: Row, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The request over a server's defaults; None means "not set"."""
+    row = {k: v for k, v in request.items() if v is not None}
+    if "seed" in row or "random_seed" in row:
+        # Two names of one field.
+        defaults = {k: v for k, v in defaults.items() if k not in ("seed", "random_seed")}
+    return {**defaults, **row}
+
+
 def request_options(row: Row, server: FrontEnd) -> RequestOptions:
     """The options of a row that holds the server's defaults too.
 

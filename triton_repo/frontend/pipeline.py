@@ -25,6 +25,7 @@ from triton_repo.frontend.options import (
     Row,
     check_ids,
     request_options,
+    with_defaults,
 )
 from triton_repo.frontend.problems import problem
 from triton_repo.frontend.reasoning import Reasoning, reasoning_after
@@ -99,12 +100,7 @@ def prepare(request: Row, server: FrontEnd) -> Prepared:
     Raises UsageError that names the field when the request asks for what cannot be.
     """
     # 1. Server defaults and request options become one set.
-    return _prepared(_with_defaults(request, server), server)
-
-
-def _with_defaults(request: Row, server: FrontEnd) -> Row:
-    """The request over the server's defaults; None means "not set"."""
-    return {**server.defaults, **{k: v for k, v in request.items() if v is not None}}
+    return _prepared(with_defaults(request, server.defaults), server)
 
 
 def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -> Prepared:
@@ -113,7 +109,7 @@ def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -
     options = request_options(row, server)
     # 2.-6. Render, guard, normalise, tokenise, map offsets back to the untrimmed text.
     if tokenised is None and server.audio is not None:
-        tokenised = _hear(row, server)
+        tokenised = _hear(row, server, options)
     if tokenised is None:
         tokenised = _tokenise(row, server, options)
     # 7.-10. Truncate, pad, check the length; a prompt with media is expanded first, because the
@@ -137,7 +133,7 @@ def prepare_live(request: Row, server: FrontEnd) -> tuple[Prepared, LiveAudio]:
     Raises UsageError for a model that hears none, and for fields that a stream has no use for.
     """
     assert server.audio is not None
-    row = _with_defaults(request, server)
+    row = with_defaults(request, server.defaults)
     for name in (*PROMPT_FIELDS, "audio_bytes", "audio_url", "language"):
         if row.get(name) is not None:
             raise problem(name, "has no place in a stream; its audio comes in audio_samples")
@@ -232,14 +228,17 @@ def _media_in_tensors(row: Row) -> list[chat.MediaReference]:
     return media
 
 
-def _hear(row: Row, server: FrontEnd) -> _Tokenised | None:
+def _hear(row: Row, server: FrontEnd, options: RequestOptions) -> _Tokenised | None:
     """Steps 2 to 6 of a request with audio or messages to a model that hears."""
     # Decoding needs libraries that servers of text do without.
     from triton_repo.frontend.audio.requests import hear
 
     assert server.audio is not None
     most = server.context if server.audio.streaming else (server.max_prompt or server.context)
-    hearing = hear(row, server.audio, server.media, most)
+    hearing = hear(
+        row, server.audio, server.media, most,
+        lambda count: _check_characters(count, options, server),
+    )  # fmt: skip
     if hearing is None:
         return None
     ids = hearing.heard.ids
@@ -279,22 +278,16 @@ def _render(
 
 def _tokenise_text(text: str, special: bool, wanted: RequestOptions, server: FrontEnd) -> Encoding:
     """Steps 3 to 6 for one text."""
-    options, limits = wanted.tokenize, wanted.limits
+    options = wanted.tokenize
     # 3. A text that cannot fit is refused, or cut, before the tokenizer spends time on it.
     cut_left = 0
-    if limits.longest is not None:
-        longest = limits.longest * server.tokenizer.max_chars_per_token
-        if len(text) > longest:
-            if options.truncate is None:
-                raise problem(
-                    "text_input", "is longer than the context can hold",
-                    expected=f"at most {longest} characters", found=f"{len(text)} characters",
-                )  # fmt: skip
-            if options.side == "left":
-                cut_left = len(text) - longest
-                text = text[cut_left:]
-            elif options.side == "right":
-                text = text[:longest]
+    longest = _check_characters(len(text), wanted, server)
+    if longest is not None and len(text) > longest:
+        if options.side == "left":
+            cut_left = len(text) - longest
+            text = text[cut_left:]
+        elif options.side == "right":
+            text = text[:longest]
     # 4. Normalisation must not move characters under offsets.
     if options.lowercase:
         lowered = text.lower()
@@ -310,6 +303,21 @@ def _tokenise_text(text: str, special: bool, wanted: RequestOptions, server: Fro
     return encoding
 
 
+def _check_characters(count: int, wanted: RequestOptions, server: FrontEnd) -> int | None:
+    """Raise UsageError for so many characters that they cannot fit, unless the prompt is to be cut;
+    returns how many can fit, None where that is unknown.
+    """
+    if wanted.limits.longest is None:
+        return None
+    longest = wanted.limits.longest * server.tokenizer.max_chars_per_token
+    if count > longest and wanted.tokenize.truncate is None:
+        raise problem(
+            "text_input", "is longer than the context can hold",
+            expected=f"at most {longest} characters", found=f"{count} characters",
+        )  # fmt: skip
+    return longest
+
+
 def _tokenise_with_media(
     text: str,
     special: bool,
@@ -319,6 +327,8 @@ def _tokenise_with_media(
     server: FrontEnd,
 ) -> tuple[Encoding, list[tuple[int, MediaItem]]]:
     """Ids with one placeholder per item, and the items' positions. There are no offsets."""
+    # Characters are not cut here: which of them stand for media is only known afterwards.
+    _check_characters(len(text) - sum(map(len, sentinels)), options, server)
     if options.tokenize.lowercase:
         text = text.lower()
     ids: list[int] = []
@@ -361,6 +371,7 @@ def _tokenise_parts(
         positions.append((len(ids), item))
         ids.append(_placeholder_id(item.modality, server))
 
+    _check_characters(sum(len(p) for p in parts if isinstance(p, str)), options, server)
     special = options.tokenize.add_special_tokens is True
     plain = replace(options, tokenize=options.tokenize.replace(want_offsets=False))
     for index, part in enumerate(parts):

@@ -38,18 +38,22 @@ def stop_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]
 
 
 def bad_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Ids of each bad word at the start of a text and after a space, without duplicates.
+    """Ids of each bad word at the start of a text, after a space and after other characters,
+    without duplicates. A word that begins with a space has only that form.
 
     Raises UsageError for a word of white space only: its variants would ban half the vocabulary.
     """
+    # Where every text gets a space in front, a word has none behind the end of a line only.
+    line = tokenizer.encode("\n", False, False).ids
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         if not word.strip():
             raise problem("bad_words", "a word is only white space", found=word)
-        for variant in (word, " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(variant, False, False).ids)
-            if ids:
-                sequences[ids] = None
+        forms = [tokenizer.encode(v, False, False).ids for v in (word, " " + word.lstrip())]
+        after = tokenizer.encode("\n" + word, False, False).ids
+        if line and list(after[: len(line)]) == list(line):
+            forms.append(after[len(line) :])
+        sequences |= dict.fromkeys(tuple(ids) for ids in forms if ids)
     return [list(s) for s in sequences]
 
 

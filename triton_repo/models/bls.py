@@ -15,7 +15,7 @@ from typing import Any
 from triton_repo.answers import AnswerOptions, TextAnswer
 from triton_repo.control import DrainWatcher
 from triton_repo.frontend.media import MediaPending
-from triton_repo.frontend.options import FrontEnd
+from triton_repo.frontend.options import FrontEnd, with_defaults
 from triton_repo.frontend.pipeline import prepare, prepare_live
 from triton_repo.frontend.problems import problem
 from triton_repo.generation.base import GenerationEvent, call_from_prepared
@@ -105,7 +105,8 @@ class Bls:
             if rows[0].get("stop"):
                 self._stop(pending.request_id, reply)
                 return
-            options = AnswerOptions.of(rows[0], self._parameters.exclude_input_in_output)
+            wanted = [with_defaults(row, front_end.defaults) for row in rows]
+            options = AnswerOptions.of(wanted, self._parameters.exclude_input_in_output)
             if options.streaming and not self._decoupled:
                 raise problem("stream", "Streaming is only supported in decoupled mode")
             calls = []
@@ -171,8 +172,9 @@ class Bls:
         assert reply is not None and live is not None
         if not self._decoupled:
             raise problem("stream", "Streaming is only supported in decoupled mode")
+        wanted = [with_defaults(row, self._front_end.defaults)]
         options = replace(
-            AnswerOptions.of(row, self._parameters.exclude_input_in_output), streaming=True
+            AnswerOptions.of(wanted, self._parameters.exclude_input_in_output), streaming=True
         )
         prepared, audio = prepare_live(row, self._front_end)
         call = replace(call_from_prepared(prepared, None), feed=AudioFeed())

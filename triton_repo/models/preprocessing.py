@@ -50,7 +50,8 @@ class Preprocessing:
         self._fields = {
             f.preprocessing: f for f in request_fields(echo=True) if f.preprocessing is not None
         }
-        self._public_names = [f.name for f in request_fields(echo=True)]
+        # The ensemble's clients know the public names, this model's own the others.
+        self._names = [f.name for f in request_fields(echo=True)] + list(self._fields)
         self._tensors: WeakKeyDictionary[RequestOptions, dict[str, Any]] = WeakKeyDictionary()
         self._pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media")
         hide_from_collector()
@@ -80,7 +81,7 @@ class Preprocessing:
     def _answer(self, request: Any, inputs: dict[str, Array], front_end: FrontEnd) -> Any:
         pb = self._pb
         try:
-            check_parameters(request.parameters(), self._public_names)
+            check_parameters(request.parameters(), self._names)
             if belongs_to_stream(request):
                 raise problem(
                     "sequence_id", "audio in pieces goes to tensorrt_llm_bls", found="ensemble"

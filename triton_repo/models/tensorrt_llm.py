@@ -10,6 +10,7 @@ import numpy as np
 
 from triton_repo.answers import AnswerOptions, IdAnswer
 from triton_repo.control import DrainWatcher
+from triton_repo.frontend.options import with_defaults
 from triton_repo.frontend.output import TextOptions
 from triton_repo.frontend.pipeline import MediaSpan
 from triton_repo.frontend.problems import problem
@@ -48,6 +49,11 @@ class TensorrtLlm:
             parameters, directory, config = model_parameters(GenerationParameters, args)
             limit_threads(parameters.threads)
             self._parameters = parameters
+            self._defaults = {
+                name: value
+                for name, value in parameters.request_defaults.items()
+                if name in _PUBLIC.values()
+            }
             self._decoupled = decoupled(config)
             self._service = GenerationService(
                 _open_generator(parameters, directory),
@@ -84,7 +90,7 @@ class TensorrtLlm:
         request_id = request_id_of(request)
         try:
             tensors = tensors_of(request)
-            check_parameters(request.parameters(), list(_PUBLIC.values()))
+            check_parameters(request.parameters(), list(_FIELDS))
             rows = read_rows({k: v for k, v in tensors.items() if k not in _WORD_LISTS}, _FIELDS)
             if rows[0].get("stop"):
                 if not request_id:
@@ -94,7 +100,9 @@ class TensorrtLlm:
                 return
             for index, row in enumerate(rows):
                 row.update({k: tensors[k][index] for k in _WORD_LISTS if k in tensors})
-            options = AnswerOptions.of(rows[0], self._parameters.exclude_input_in_output)
+            # Of a prompt's options the server's defaults are already in what preprocessing made.
+            rows = [with_defaults(row, self._defaults) for row in rows]
+            options = AnswerOptions.of(rows, self._parameters.exclude_input_in_output)
             if options.streaming and not self._decoupled:
                 raise problem("stream", "Streaming is only supported in decoupled mode")
             calls = [self._call(row) for row in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from triton_repo.frontend import chat
 from triton_repo.frontend.audio.frontend import AudioFrontEnd, Heard
 from triton_repo.frontend.audio.settings import transcribes
 from triton_repo.frontend.chat import MediaReference
-from triton_repo.frontend.fetch import fetch
+from triton_repo.frontend.fetch import RequestFetches
 from triton_repo.frontend.media import MediaPolicy, admit, media_key
 from triton_repo.frontend.problems import problem
 
@@ -46,7 +46,11 @@ class _Audio:
 
 
 def hear(
-    row: Mapping[str, Any], front_end: AudioFrontEnd, policy: MediaPolicy, most_tokens: int | None
+    row: Mapping[str, Any],
+    front_end: AudioFrontEnd,
+    policy: MediaPolicy,
+    most_tokens: int | None,
+    check_characters: Callable[[int], object],
 ) -> Hearing | None:
     """The prompt of a request that has audio or messages; None for one of text or ids alone.
 
@@ -55,6 +59,7 @@ def hear(
         front_end: of the model.
         policy: what may be fetched, and how many items.
         most_tokens: longest prompt (of a stream: longest sequence); None for no limit.
+        check_characters: raises UsageError for a text of so many that it cannot fit.
 
     Raises UsageError naming the field: audio that cannot be heard, too long, or in a prompt that
     has no place for it.
@@ -96,6 +101,7 @@ def hear(
                 found=", ".join(given) or "none",
             )  # fmt: skip
         messages = [{"role": "user", "content": [{"type": "text", "text": row["text_input"]}]}]
+    check_characters(_characters(messages))
     _put_in_front(messages, len(references))
     with _refusals("messages"):
         heard = front_end.chat(messages, [a.samples for a in audios])
@@ -144,13 +150,14 @@ def _load(
     if others:
         raise problem(others[0].named, f"this model takes no {others[0].modality}")
     admit(references, policy)
+    fetches = RequestFetches(policy.fetch)
     audios = []
     total = 0
     for reference in references:
         given = reference.named in AUDIO_FIELDS and not reference.url
         content = reference.data
         if not given:
-            content = fetch(reference.url, policy.fetch, parameter=reference.named)
+            content = fetches.fetch(reference.url, reference.named)
         with _refusals(reference.named):
             if reference.named == "audio_samples":
                 samples = front_end.check(np.frombuffer(content, np.float32), reference.named)
@@ -185,6 +192,18 @@ def _messages(text: str, first: int) -> tuple[list[dict[str, Any]], list[MediaRe
                 number += 1
         message["content"] = parts
     return messages, media
+
+
+def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of all texts of a conversation."""
+    count = 0
+    for message in messages:
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            count += len(content)
+        else:
+            count += sum(len(part.get("text", "")) for part in content)
+    return count
 
 
 def _put_in_front(messages: list[dict[str, Any]], count: int) -> None:
