@@ -41,7 +41,7 @@ from converters.checkpoint.write import (
 )
 from converters.quantization import formats, kv_cache
 from converters.quantization.evidence import module_of, target_name, target_shape
-from converters.quantization.exported import WEIGHT_ONLY_FP8, Storage, declare
+from converters.quantization.exported import WEIGHT_ONLY_FP8, Storage, declare, limits
 from converters.quantization.formats import Component, Format
 from converters.quantization.kv_cache import Cached
 from converters.registry import layout_of, read_checkpoint_config
@@ -62,12 +62,14 @@ class ExportReport:
     Attributes:
         directory: the Hugging Face checkpoint.
         algorithm: of its quantisation, None when all weights are plain.
+        notes: which engines cannot read it.
         tensors, bytes, files: what was written.
         seconds: of the execution.
     """
 
     directory: Path
     algorithm: str | None
+    notes: list[str]
     tensors: int
     bytes: int
     files: int
@@ -82,6 +84,7 @@ class ExportReport:
         return {
             "directory": str(self.directory),
             "quant_algo": self.algorithm,
+            "notes": self.notes,
             "tensors": self.tensors,
             "bytes": self.bytes,
             "files": self.files,
@@ -99,6 +102,7 @@ class ExportPlan:
         layout: what the family's checkpoint looks like.
         groups: how each tensor is cut out, per file.
         algorithm, separate, inline: the declarations, see `declare`.
+        notes: which engines cannot read them.
         workers: tensors at a time.
     """
 
@@ -109,6 +113,7 @@ class ExportPlan:
     algorithm: str | None
     separate: dict[str, Any] | None
     inline: dict[str, Any] | None
+    notes: list[str]
     workers: int
 
     @property
@@ -135,6 +140,7 @@ class ExportPlan:
             f"{count} tensors ({size(self.bytes_written)}) in {len(self.groups)} files, "
             f"quantisation: {self.algorithm or 'none'}",
             memory_line(self.peak_bytes, self.workers),
+            *(f"note: {note}" for note in self.notes),
         ]
 
 
@@ -153,10 +159,12 @@ def plan_export(ckpt_dir: Path, out_dir: Path, *, workers: int | None = None) ->
     stamp = _stamp(ckpt_dir)
     entries = read_header(ckpt_dir / WEIGHTS_FILE)
     layout = layout_of(config)(config, entries)
-    recipes = _recipes(layout, entries, ckpt_dir)
     tables = {layout.disk_name(w.scale_owner) for w in layout.wanted if w.scale_owner}
-    declared = declare(_declared(layout, entries), tables, config.quantization)
-    plan = ExportPlan(ckpt_dir, stamp, layout, list(_groups(recipes)), *declared, count)
+    modules = _declared(layout, entries)
+    declared = declare(modules, tables, config.quantization)
+    recipes = _recipes(layout, entries, ckpt_dir, modelopt=declared[1] is not None)
+    notes = limits(modules, config.quantization)
+    plan = ExportPlan(ckpt_dir, stamp, layout, list(_groups(recipes)), *declared, notes, count)
     tokenizer = ckpt_dir / TOKENIZER_DIR
     files = sum(p.stat().st_size for p in tokenizer.iterdir()) if tokenizer.is_dir() else 0
     require_space(out_dir, work_directory(out_dir), plan.bytes_written + files)
@@ -215,7 +223,8 @@ def execute(plan: ExportPlan, out_dir: Path) -> ExportReport:
         _copy_tokenizer(plan.ckpt_dir / TOKENIZER_DIR, partial.work)
     count = len(index) + len(plan.layout.constants)
     seconds = time.monotonic() - start
-    return ExportReport(out_dir, plan.algorithm, count, total, len(plan.groups), seconds)
+    found = plan.algorithm, plan.notes
+    return ExportReport(out_dir, *found, count, total, len(plan.groups), seconds)
 
 
 def _stamp(ckpt_dir: Path) -> tuple[int, int]:
@@ -244,7 +253,9 @@ def _format_of(wanted: Wanted, entries: Mapping[str, TensorEntry]) -> Format | N
     return formats.FP8_BLOCK if scale.shape == blocks and len(blocks) > len(one) else formats.FP8
 
 
-def _recipes(layout: HfLayout, entries: Mapping[str, TensorEntry], ckpt_dir: Path) -> list[Recipe]:
+def _recipes(
+    layout: HfLayout, entries: Mapping[str, TensorEntry], ckpt_dir: Path, *, modelopt: bool
+) -> list[Recipe]:
     findings = Findings([], [], {})
     recipes: list[Recipe] = []
     used: set[str] = set()
@@ -253,6 +264,9 @@ def _recipes(layout: HfLayout, entries: Mapping[str, TensorEntry], ckpt_dir: Pat
             findings.missing.append(wanted.target)
             continue
         format_ = _format_of(wanted, entries)
+        if format_ is formats.FP8_BLOCK and modelopt and not wanted.matrices:
+            # Model Optimizer's name for linear layers; experts have the released one everywhere.
+            format_ = formats.FP8_BLOCK_MODELOPT
         components = [formats.PLAIN] if format_ is None else list(format_.components)
         if format_ is not None and format_.activation is not None:
             name = target_name(wanted.target, format_.activation)
@@ -310,7 +324,7 @@ def _cut(
         # Padding stays: the layout's configuration says how wide the matrices are.
         shape = part.room or part.shape
         if component is not formats.PLAIN:
-            shape = (*shape[:-2], *component.shape(*shape[-2:]))
+            shape = (*shape[:-2], *component.disk_shape(*shape[-2:]))
         name = disk_name(_name(part, component))
         piece = entry._replace(shape=shape, offset=position)
         position += entry.dtype.nbytes(math.prod(shape))
@@ -347,7 +361,7 @@ def _declared(layout: HfLayout, entries: Mapping[str, TensorEntry]) -> dict[str,
     """
     modules: dict[str, Storage | None] = {}
     for wanted in layout.wanted:
-        if len(wanted.shape) < 2:
+        if len(wanted.shape) < 2 or wanted.target not in entries:
             continue
         format_ = _format_of(wanted, entries)
         storage = None

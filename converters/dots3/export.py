@@ -32,7 +32,8 @@ def layout(config: CheckpointConfig, entries: Mapping[str, TensorEntry]) -> HfLa
 
 
 def _disk_name(canonical: str) -> str:
-    return canonical if canonical.startswith("lm_head.") else f"model.{canonical}"
+    # Of a tensor or of its module.
+    return canonical if canonical.partition(".")[0] == "lm_head" else f"model.{canonical}"
 
 
 def _geometry(prefix: str, mla: Mla) -> dict[str, Any]:

@@ -21,7 +21,11 @@ from converters.checkpoint.source import QUANT_CONFIG, SourceCheckpoint
 from plugins.support.errors import InputError
 
 MIXED = "MIXED_PRECISION"
-_ALIASES = {"FP8_PB_WO": "FP8_BLOCK_SCALES", "W4A16_NVFP4": "NVFP4"}
+_ALIASES = {
+    "FP8_PB_WO": "FP8_BLOCK_SCALES",
+    "FP8_PB": "FP8_BLOCK_SCALES",
+    "W4A16_NVFP4": "NVFP4",
+}
 _TABLE_TYPES = {"float8_e4m3fn": "FP8", "nvfp4": "NVFP4"}
 _KNOWN = ("NVFP4", "FP8", "FP8_BLOCK_SCALES", MIXED)
 _CORRECT = "correct the configuration; the tensors decide, it only has to agree with them"
@@ -53,6 +57,7 @@ class Claims:
         whole: of the whole model, None when only modules are named.
         modules: canonical module name -> format; covers everything below it.
         excluded: patterns of modules that are said to be plain.
+        suffixes: an excluded name also means every module whose name ends in it.
         included: parts of names of modules that are said to be quantised although they are not
             linear layers.
         all_linears: whether `whole` speaks of every linear layer that is not excluded.
@@ -65,6 +70,7 @@ class Claims:
     whole: Declared | None
     modules: Mapping[str, Declared] = field(default_factory=dict)
     excluded: Sequence[str] = ()
+    suffixes: bool = False
     included: Sequence[str] = ()
     all_linears: bool = True
     activations: bool = False
@@ -95,9 +101,8 @@ def read_claims(source: SourceCheckpoint, canonical: Callable[[str], str]) -> li
     if separate is not None:
         place = f"{source.directory / QUANT_CONFIG}: quantization"
         # Flat in the newer form.
-        nested = separate if "quant_algo" in separate else separate.get("quantization")
-        inner = _mapping(nested, place)
-        claims.append(_modelopt(inner, place, canonical))
+        inner = separate if "quant_algo" in separate else separate.get("quantization")
+        claims.append(_modelopt(_mapping(inner, place), place, canonical))
     return claims
 
 
@@ -147,7 +152,8 @@ def compare(
         notes += [
             f"exclusion {pattern!r} matches nothing ({claim.where})"
             for pattern in claim.excluded
-            if spellings is not None and not spellings.match(pattern)
+            if spellings is not None
+            and not any(map(spellings.match, _alternatives(pattern, claim)))
         ]
         notes += _disagreements(claim, modules, canonical)
     notes += _unequal_files(claims, canonical)
@@ -205,7 +211,12 @@ def _disagreements(
     claim: Claims, modules: Sequence[Module], canonical: Callable[[str], str]
 ) -> list[str]:
     """Linear layers that are not as patterns or one name for the whole model have it."""
-    patterns = [form for pattern in claim.excluded for form in _forms(pattern, canonical)]
+    patterns = [
+        form
+        for pattern in claim.excluded
+        for alternative in _alternatives(pattern, claim)
+        for form in _forms(alternative, canonical)
+    ]
     linear = [module for module in modules if module.scope is not None]
     excluded = {
         module
@@ -276,6 +287,7 @@ def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str
             where,
             Declared("FP8_BLOCK_SCALES" if blocks else "FP8"),
             excluded=_names(block, "modules_to_not_convert", where),
+            suffixes=True,
             included=[canonical(name) for name in _names(block, "modules_to_convert", where)],
             activations=block.get("activation_scheme") == "static",
             kv_cache=_cache_scheme(block, where),
@@ -299,6 +311,10 @@ def _inline(block: Mapping[str, Any], where: str, canonical: Callable[[str], str
 
 
 def _modelopt(block: Mapping[str, Any], where: str, canonical: Callable[[str], str]) -> Claims:
+    nested = block.get("quantization")
+    if nested is not None:
+        # The older form, of `hf_quant_config.json`.
+        return _modelopt(_mapping(nested, f"{where}.quantization"), where, canonical)
     layers = block.get("quantized_layers") or {}
     modules = {}
     for name, entry in _mapping(layers, f"{where}.quantized_layers").items():
@@ -347,10 +363,12 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
 
 
 def _cache_scheme(block: Mapping[str, Any], where: str) -> str | None:
-    """The type of the cache in the form that is given by bits."""
+    """The type of the cache: by bits, or by name where Model Optimizer has no bits for it."""
     scheme = block.get("kv_cache_scheme")
     if scheme is None:
         return None
+    if isinstance(scheme, str):
+        return scheme.upper()
     inner = _mapping(scheme, f"{where}.kv_cache_scheme")
     kind = (inner.get("num_bits"), inner.get("type"))
     return "FP8" if kind == (8, "float") else f"{kind[0]} bits {kind[1]}"
@@ -488,6 +506,11 @@ class _Spellings:
 
 def _first_expert(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.0.", name)
+
+
+def _alternatives(pattern: str, claim: Claims) -> list[str]:
+    """A pattern, and what it means besides where names may be suffixes."""
+    return [pattern, f"*{pattern}"] if claim.suffixes else [pattern]
 
 
 def _forms(pattern: str, canonical: Callable[[str], str]) -> set[str]:

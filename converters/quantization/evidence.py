@@ -128,7 +128,7 @@ def detect(names: Names, part: Part) -> Format | None:
     if weight.dtype.name != "float8_e4m3fn":
         return None
     scale = scales.get("weight_scale_inv", scales.get("weight_scale"))
-    if scale is None or (math.prod(scale.shape) == 1 and "weight_scale_inv" not in scales):
+    if scale is None or ("weight_scale_inv" not in scales and _is_one_scale(scale, part)):
         return formats.FP8
     _refuse_other_groups(part, scale, where)
     if "weight_scale_inv" in scales:
@@ -136,6 +136,12 @@ def detect(names: Names, part: Part) -> Format | None:
     if len(part.shape) == 3 and math.prod(scale.shape) in (part.shape[0], 2 * part.shape[0]):
         return formats.FP8
     return formats.FP8_BLOCK_MODELOPT
+
+
+def _is_one_scale(scale: TensorEntry, part: Part) -> bool:
+    """Whether a scale is one for a whole matrix; one for its only block has more dimensions."""
+    is_block = len(scale.shape) > 1 and max(part.shape[-2:]) <= fp8.BLOCK
+    return math.prod(scale.shape) == 1 and not is_block
 
 
 def has_scales(names: Names, part: Part) -> bool:

@@ -63,6 +63,25 @@ def declare(
     return algorithm, {"producer": _PRODUCER, "quantization": details}, _inline(details)
 
 
+def limits(modules: Mapping[str, Storage | None], quantization: Quantization) -> list[str]:
+    """What readers of an exported checkpoint cannot take of it."""
+    notes = []
+    kinds = {storage for storage in modules.values() if storage is not None}
+    if any(name == WEIGHT_ONLY_FP8 for name, _ in kinds):
+        alone = all(name in (WEIGHT_ONLY_FP8, "FP8") for name, _ in kinds)
+        readers = "TensorRT-LLM and transformers find" if alone else "vLLM finds"
+        notes.append(
+            f"FP8 with one scale and none of activations: {readers} no declaration of it; "
+            "--calibration of `convert` brings the scales"
+        )
+    if not kinds and quantization.kv_cache_quant_algo is not None:
+        notes.append(
+            "a quantised cache alone: vLLM takes no such declaration; remove quantization_config "
+            "and hf_quant_config.json for it, and start it with --kv-cache-dtype fp8"
+        )
+    return notes
+
+
 def _layer(algorithm: str, group_size: int | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"quant_algo": _MODELOPT_NAMES.get(algorithm, algorithm)}
     return entry if group_size is None else {**entry, "group_size": group_size}

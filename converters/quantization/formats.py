@@ -27,6 +27,7 @@ class Component:
         kind: how the tensor grows with the weight.
         per: weight columns that share one column of this tensor, for kind "rows".
         reciprocal: the file holds 1 / x.
+        spread: of blocks, on disk [block rows, 1, block columns, 1].
     """
 
     suffix: str
@@ -35,6 +36,7 @@ class Component:
     kind: Kind
     per: int = 1
     reciprocal: bool = False
+    spread: bool = False
 
     def shape(self, rows: int, columns: int) -> Shape:
         """The tensor's shape for one weight matrix."""
@@ -43,6 +45,11 @@ class Component:
         if self.kind == "blocks":
             return (-(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
         return ()
+
+    def disk_shape(self, rows: int, columns: int) -> Shape:
+        """The tensor's shape in a Hugging Face checkpoint."""
+        shape = self.shape(rows, columns)
+        return (shape[0], 1, shape[1], 1) if self.spread else shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +131,7 @@ FP8_BLOCK_MODELOPT = Format(
     "FP8_BLOCK_SCALES",
     fp8.BLOCK,
     _FP8_CODES,
-    (Component("weight_scale", _BLOCK_SCALE, _FLOATS, "blocks"),),
+    (Component("weight_scale", _BLOCK_SCALE, _FLOATS, "blocks", spread=True),),
     None,
 )
 

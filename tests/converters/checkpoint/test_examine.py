@@ -52,6 +52,8 @@ PLAIN, NVFP4, FP8, BLOCKS = ("plain", None), ("NVFP4", 16), ("FP8", None), ("FP8
         ("official fp8", BLOCKS, FP8, BLOCKS, {PLAIN}),
         ("nvfp4 table", NVFP4, NVFP4, PLAIN, {PLAIN}),
         ("mixed dense", NVFP4, FP8, PLAIN, {PLAIN, BLOCKS, FP8}),
+        ("community a", NVFP4, NVFP4, PLAIN, {PLAIN}),
+        ("community c", NVFP4, FP8, PLAIN, {PLAIN, BLOCKS}),
     ],
 )
 def test_formats_of_every_layout(

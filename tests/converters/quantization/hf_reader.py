@@ -193,9 +193,16 @@ class HfReader:
     def _fp8_blocks(self, module: str) -> Floats:
         rows, columns = self.tensors[f"{module}.weight"][1]
         codes = self._codes(f"{module}.weight", (rows, columns))
-        scales = self._plain(f"{module}.weight_scale_inv")
-        if scales.shape != (-(-rows // 128), -(-columns // 128)):
+        blocks: tuple[int, ...] = (-(-rows // 128), -(-columns // 128))
+        suffix = "weight_scale_inv"
+        assert self.quantization is not None
+        if self.quantization.get("quant_method", "modelopt") != "fp8" and ".experts." not in module:
+            # Linear layers as Model Optimizer writes them; experts as the releases have them.
+            suffix, blocks = "weight_scale", (blocks[0], 1, blocks[1], 1)
+        scales = self._plain(f"{module}.{suffix}")
+        if scales.shape != blocks:
             raise Unreadable(f"{module}: {scales.shape} blocks")
+        scales = scales.reshape(blocks[0], -1)
         return codes * scales[np.arange(rows) // 128][:, np.arange(columns) // 128]
 
     def _nvfp4(self, module: str) -> Floats:

@@ -38,6 +38,14 @@ def assert_round_trip(ckpt: Path, directory: Path) -> Path:
         assert (again / QUANT_FILE).read_bytes() == (ckpt / QUANT_FILE).read_bytes()
     # What the export declares is what its tensors are.
     assert not converted.plan.notes
+    inline = json.loads((directory / "exported" / "config.json").read_text())
+    excluded = inline.get("quantization_config", {})
+    for name in (*excluded.get("ignore", ()), *excluded.get("modules_to_not_convert", ())):
+        # Other readers do not forgive a prefix.
+        assert any(
+            tensor == f"{name}.weight" or tensor.startswith(f"{name}.")
+            for tensor in names(directory / "exported")
+        ), name
     assert report.as_dict()["tensors"] == len(names(directory / "exported"))
     return directory / "exported"
 
