@@ -21,7 +21,8 @@ def command(
     """Write a checkpoint in the Hugging Face layout that other engines load.
 
     Codes and scales keep their bytes; quantisation is declared as Model Optimizer does, in
-    hf_quant_config.json and inline. Holds the text model; the vision tower is not converted.
+    hf_quant_config.json and inline; what some engines cannot read of it is printed. Holds the
+    text model; the vision tower is not converted.
 
     [bold]Examples[/bold]
 

@@ -22,6 +22,7 @@ from converters.dots3.oracle import DraftOracle, Oracle
 from converters.quantization.restore import restored_weights
 from plugins.support.errors import InputError
 from tests.converters.dots3.driver import Driver
+from tests.converters.quantization.hf_reader import stray_names
 from tests.fixtures.dots3_fp8 import by_division, is_quantised, write_fp8
 from tests.fixtures.dots3_random import METADATA
 
@@ -220,6 +221,8 @@ def test_an_export_is_the_padded_model(fp8: Fp8, expected: Tensor, tmp_path: Pat
     exported = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert exported["intermediate_size"] == 256
     assert exported["quantization_config"]["weight_block_size"] == [128, 128]
+    assert "lm_head" in exported["quantization_config"]["modules_to_not_convert"]
+    assert stray_names(tmp_path / "exported") == []
     convert(tmp_path / "exported", tmp_path / "again")
     again = (tmp_path / "again" / WEIGHTS_FILE).read_bytes()
     assert again == (fp8.ckpt / WEIGHTS_FILE).read_bytes()

@@ -42,6 +42,15 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, -E2M1])
 
 
+def stray_names(directory: Path) -> list[str]:
+    """Declared modules that do not lie on disk: readers do not forgive a prefix as we do."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    inline = json.loads((directory / "config.json").read_text()).get("quantization_config", {})
+    keys = ("ignore", "modules_to_not_convert", "modules_to_convert", "quantized_layers")
+    names = [name for key in keys for name in inline.get(key, ())]
+    return [name for name in names if not any(found.startswith(f"{name}.") for found in index)]
+
+
 class HfReader:
     """One exported directory, read by the rules of one engine."""
 

@@ -192,3 +192,21 @@ def test_other_families_have_no_such_caches(tmp_path: Path):
     with pytest.raises(UsageError, match="unknown type of caches"):
         convert(source, tmp_path / "ckpt", kv_cache="int8")
     assert not (tmp_path / "ckpt").exists()
+
+
+def test_the_type_by_name(tmp_path: Path):
+    """Model Optimizer writes a name where compressed-tensors' form has no bits for it."""
+    checkpoint = scaled(fixture.nvidia())
+    block = checkpoint.config["quantization_config"]
+    del block["kv_cache_quant_algo"]
+    block["kv_cache_scheme"] = "fp8"
+    report, tensors = run(checkpoint, tmp_path)
+    assert len(kept(tensors)) == 3
+    assert not any("declared nowhere" in line for line in report.lines())
+    block["kv_cache_scheme"] = "NVFP4"
+    source = checkpoint.write(tmp_path / "nvfp4")
+    with pytest.raises(InputError, match="unsupported type of the key and value cache") as caught:
+        convert(source, tmp_path / "again")
+    assert caught.value.found == "NVFP4"
+    convert(source, tmp_path / "again", kv_cache="none")
+    assert not kept(load_file(tmp_path / "again" / WEIGHTS_FILE))

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from converters.checkpoint.config import QUANT_FILE, WEIGHTS_FILE
 from converters.checkpoint.convert import convert
-from converters.checkpoint.export_hf import export_hf
+from converters.checkpoint.export_hf import export_hf, plan_export
 from plugins.support.errors import InputError, UsageError
+from tests.converters.quantization.hf_reader import stray_names
 from tests.fixtures import qwen38_quantized as fixture
 from tests.fixtures.qwen38_deterministic import (
     GOLDEN_ARGMAX,
@@ -38,14 +39,7 @@ def assert_round_trip(ckpt: Path, directory: Path) -> Path:
         assert (again / QUANT_FILE).read_bytes() == (ckpt / QUANT_FILE).read_bytes()
     # What the export declares is what its tensors are.
     assert not converted.plan.notes
-    inline = json.loads((directory / "exported" / "config.json").read_text())
-    excluded = inline.get("quantization_config", {})
-    for name in (*excluded.get("ignore", ()), *excluded.get("modules_to_not_convert", ())):
-        # Other readers do not forgive a prefix.
-        assert any(
-            tensor == f"{name}.weight" or tensor.startswith(f"{name}.")
-            for tensor in names(directory / "exported")
-        ), name
+    assert stray_names(directory / "exported") == []
     assert report.as_dict()["tensors"] == len(names(directory / "exported"))
     return directory / "exported"
 
@@ -225,3 +219,28 @@ def test_experts_are_declared_together(tmp_path: Path):
         export_hf(tmp_path / "two ckpt", tmp_path / "two out")
     assert caught.value.found == "NVFP4 and FP8"
     assert not (tmp_path / "two out").exists()
+
+
+def test_what_some_readers_cannot_take_is_said(tmp_path: Path):
+    """FP8 without scales of activations, alone and among others, and a quantised cache alone."""
+    source = write_deterministic(
+        tmp_path / "hf", dtype=torch.bfloat16, vision=False, moe_intermediate_size=48
+    )
+    convert(source, tmp_path / "fp8", quantize="fp8")
+    (note,) = export_hf(tmp_path / "fp8", tmp_path / "fp8 out").as_dict()["notes"]
+    assert "TensorRT-LLM and transformers find no declaration of it; --calibration" in note
+    convert(source, tmp_path / "cache", kv_cache="fp8")
+    (note,) = export_hf(tmp_path / "cache", tmp_path / "cache out").as_dict()["notes"]
+    assert "vLLM takes no such declaration" in note
+
+    checkpoint = LAYOUTS["mixed dense"]()
+    for name in [n for n in checkpoint.tensors if "shared_expert" in n and "input_scale" in n]:
+        del checkpoint.tensors[name]
+    convert(checkpoint.write(tmp_path / "mixed"), tmp_path / "mixed ckpt")
+    (note,) = plan_export(tmp_path / "mixed ckpt", tmp_path / "out").notes
+    assert "vLLM finds no declaration of it" in note
+
+    for name in ("mixed dense", "official fp8"):
+        source = LAYOUTS[name]().write(tmp_path / name)
+        convert(source, tmp_path / f"{name} ckpt")
+        assert plan_export(tmp_path / f"{name} ckpt", tmp_path / "out").notes == []

@@ -564,3 +564,137 @@ def test_a_declared_table_that_is_plain(tmp_path: Path):
         run(checkpoint, tmp_path)
     assert "ngram_embedding" in (caught.value.where or "")
     assert (caught.value.found or "").startswith("plain weights")
+
+
+def test_mxfp8_with_other_formats_is_refused_by_name(tmp_path: Path):
+    """The layout that no engine here decodes; its recurrence's gates are MXFP8 too."""
+    checkpoint = fixture.community_b()
+    with pytest.raises(InputError, match="MXFP8 weights are not supported"):
+        run(checkpoint, tmp_path)
+    layers = {"layers.3.self_attn.q_proj": {"quant_algo": "MXFP8", "group_size": 32}}
+    checkpoint.config["quantization_config"] = {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+    }
+    with pytest.raises(InputError, match="unsupported quantisation algorithm") as caught:
+        convert(checkpoint.write(tmp_path / "declared"), tmp_path / "ckpt")
+    assert caught.value.found == "MXFP8"
+
+
+def test_the_older_form_inline(tmp_path: Path):
+    checkpoint = fixture.radixark()
+    inner = checkpoint.config["quantization_config"]
+    inner["exclude_modules"] = inner.pop("ignore")
+    inner.pop("quant_method")
+    checkpoint.config["quantization_config"] = {
+        "producer": {"name": "modelopt"},
+        "quant_method": "modelopt",
+        "quantization": inner,
+    }
+    report, _ = run(checkpoint, tmp_path)
+    assert not report.plan.notes
+    inner["quant_algo"] = "FP8"
+    with pytest.raises(InputError, match="contradict each other"):
+        plan_conversion(checkpoint.write(tmp_path / "wrong"), tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["FP8_PB_WO", "fp8_pb_wo", "FP8_PB", "FP8_BLOCK_SCALES"])
+@pytest.mark.parametrize("make", [fixture.as_fp8_pb_wo, fixture.as_fp8_blocks_modelopt])
+def test_one_block_is_a_block(name: str, make: Any, tmp_path: Path):
+    """A matrix of one block has one scale, and is no matrix with one scale."""
+    checkpoint = fixture.plain()
+    module = f"{BASE}layers.2.mlp.shared_expert.down_proj"
+    assert max(checkpoint.tensors[f"{module}.weight"].shape) <= 128
+    checkpoint.linears([module], make)
+    checkpoint.config["quantization_config"] = {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {module: {"quant_algo": name, "group_size": 128}},
+    }
+    report, ckpt = run(checkpoint, tmp_path)
+    assert not report.plan.notes
+    assert wrong_tensors(checkpoint, ckpt) == []
+    assert read_checkpoint_config(ckpt).quantization.quant_algo == "FP8_BLOCK_SCALES"
+
+
+def test_names_of_fp8_checkpoints_are_suffixes_too(tmp_path: Path):
+    """As transformers reads them."""
+    checkpoint = fixture.official_fp8()
+    names = checkpoint.config["quantization_config"]["modules_to_not_convert"]
+    names += ["mlp.gate", "linear_attn.in_proj_a", "gate_proj", "no_such_proj"]
+    report, _ = run(checkpoint, tmp_path)
+    place = f"({tmp_path / 'hf' / 'config.json'}: quantization_config)"
+    assert report.plan.notes[0] == f"exclusion 'no_such_proj' matches nothing {place}"
+    rest = [note.split(": ")[1].split(" (")[0] for note in report.plan.notes[1:]]
+    assert "8 × layers.*.mlp.experts.*.gate_proj" in rest
+    assert all(note.startswith("excluded but quantised") for note in report.plan.notes[1:3])
+
+
+def test_draft_tensors_below_the_model(tmp_path: Path):
+    checkpoint = fixture.nvidia()
+    expected = fixture.nvidia().write(tmp_path / "plain")
+    checkpoint.tensors = {
+        f"model.{name}" if name.startswith("mtp.") else name: tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
+    layers = checkpoint.config["quantization_config"]["quantized_layers"]
+    layers["model.mtp.layers.0.mlp.experts"] = layers.pop("mtp.layers.0.mlp.experts")
+    report, ckpt = run(checkpoint, tmp_path)
+    assert not report.plan.notes
+    convert(expected, tmp_path / "expected")
+    assert (ckpt / WEIGHTS_FILE).read_bytes() == (tmp_path / "expected" / WEIGHTS_FILE).read_bytes()
+
+
+def test_scales_of_activations_are_reciprocals_too(tmp_path: Path):
+    """In compressed-tensors' form; engines divide by what is written."""
+    checkpoint = fixture.nvfp4_table()
+    modules = [n.removesuffix(".weight_packed") for n in checkpoint.tensors if "_packed" in n]
+    for number, module in enumerate(modules):
+        scale = torch.tensor([1.0 / (0.001 + 0.0001 * number)])
+        checkpoint.tensors[f"{module}.input_global_scale"] = scale
+    _, ckpt = run(checkpoint, tmp_path)
+    stored = load_file(ckpt / WEIGHTS_FILE)
+    found = stored["transformer.layers.2.mlp.experts.gate_up.activation_scaling_factor"]
+    up = checkpoint.tensors[f"{EXPERT}.input_global_scale"]
+    assert found.shape == (16, 2)
+    assert float(found[5, 1]) == float(1.0 / up)
+    del checkpoint.tensors[f"{EXPERT}.input_global_scale"]
+    with pytest.raises(InputError, match=r"missing: layers\.2\.mlp\.experts\.5\.up_proj\.input"):
+        plan_conversion(checkpoint.write(tmp_path / "missing"), tmp_path / "again")
+
+
+def test_several_groups_of_compressed_tensors(tmp_path: Path):
+    """NVFP4 experts, block FP8 and per-tensor FP8 linears; targets are not looked up."""
+
+    def group(targets: str, bits: int, strategy: str, size: int | None = None) -> Any:
+        weights = {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": size}
+        return {"targets": [targets], "weights": weights}
+
+    checkpoint = fixture.plain()
+    checkpoint.experts(BASE, fixture.as_packed_nvfp4)
+    attention = f"{BASE}layers.3.self_attn."
+    checkpoint.linears([f"{attention}q_proj", f"{attention}o_proj"], fixture.as_fp8_blocks_modelopt)
+    checkpoint.linears([f"{attention}v_proj"], fixture.as_fp8)
+    groups = {
+        "group_0": group("re:.*experts.*", 4, "tensor_group", 16),
+        "group_1": group("re:.*(q|o)_proj", 8, "block"),
+        "group_2": group("re:.*v_proj", 8, "tensor"),
+    }
+    checkpoint.config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+    report, ckpt = run(checkpoint, tmp_path)
+    assert not report.plan.notes
+    assert wrong_tensors(checkpoint, ckpt) == []
+    layers = json.loads((ckpt / QUANT_FILE).read_text())["quantized_layers"]
+    assert layers["transformer.layers.3.attention.q"]["quant_algo"] == "FP8_BLOCK_SCALES"
+    assert layers["transformer.layers.3.attention.v"]["quant_algo"] == "FP8"
+    for wrong, message in (
+        (group("Linear", 8, "channel"), "unsupported compressed-tensors weights"),
+        (group("Linear", 8, "block"), "contradict each other"),
+    ):
+        checkpoint.config["quantization_config"]["config_groups"] = {"group_0": wrong}
+        with pytest.raises(InputError, match=message):
+            plan_conversion(checkpoint.write(tmp_path / message), tmp_path / "again")
