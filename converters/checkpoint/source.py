@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from converters.checkpoint.config import SourceIdentity
+from converters.checkpoint.config import QUANT_FILE, SourceIdentity
 from converters.checkpoint.header import TensorEntry, header_text, read_header, read_metadata
 from converters.checkpoint.json_files import read_json_object
 from plugins.support.errors import InputError
@@ -103,7 +103,8 @@ class SourceCheckpoint:
 
     def stamps(self) -> tuple[tuple[str, int, int], ...]:
         """Name, bytes and time of the last change of every file that a conversion depends on."""
-        paths = [self.config_file, *self.files, self.directory / QUANT_CONFIG]
+        declarations = [self.directory / name for name in (QUANT_CONFIG, QUANT_FILE)]
+        paths = [self.config_file, *self.files, *declarations]
         return tuple(
             (path.name, status.st_size, status.st_mtime_ns)
             for path in paths

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
+from converters.checkpoint.config import QUANT_FILE
 from converters.checkpoint.match import Problem, grouped
 from converters.checkpoint.recipe import Module
 from converters.checkpoint.source import QUANT_CONFIG, SourceCheckpoint
@@ -79,7 +80,7 @@ class Claims:
 
 
 def read_claims(source: SourceCheckpoint, canonical: Callable[[str], str]) -> list[Claims]:
-    """All declarations: inline, in `hf_quant_config.json`, and the table's own key.
+    """All declarations: inline, in the two files that may lie beside, and the table's own key.
 
     Raises InputError for methods and algorithms that are not supported.
     """
@@ -103,6 +104,10 @@ def read_claims(source: SourceCheckpoint, canonical: Callable[[str], str]) -> li
         # Flat in the newer form.
         inner = separate if "quant_algo" in separate else separate.get("quantization")
         claims.append(_modelopt(_mapping(inner, place), place, canonical))
+    overlay = source.optional_json(QUANT_FILE)
+    if overlay is not None:
+        # TensorRT-LLM's readers lay it over the others.
+        claims.append(_modelopt(overlay, str(source.directory / QUANT_FILE), canonical))
     return claims
 
 

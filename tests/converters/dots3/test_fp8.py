@@ -297,3 +297,47 @@ def test_plain_mlps_among_padded_ones_are_not_quantised_otherwise(fp8: Fp8, tmp_
     with pytest.raises(InputError, match="dense MLPs are padded"):
         convert(source, tmp_path / "ckpt", quantize="fp8", only="mlp")
     assert not (tmp_path / "ckpt").exists()
+
+
+def _changed_copy(fp8: Fp8, directory: Path, change: object) -> Path:
+    """The FP8 checkpoint with the tensors of every file changed by `change(tensors)`."""
+    shutil.copytree(fp8.hf_dir, directory)
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(path)
+        change(tensors)  # type: ignore[operator]
+        save_file(tensors, path)
+        content["weight_map"] |= dict.fromkeys(tensors, path.name)
+    index.write_text(json.dumps(content))
+    return directory
+
+
+def test_a_missing_expert_is_named(fp8: Fp8, tmp_path: Path) -> None:
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if ".layers.2.mlp.experts.3." in n]:
+            del tensors[name]
+
+    message = _refused(_changed_copy(fp8, tmp_path / "hf", drop), tmp_path / "checkpoint")
+    for name in ("gate", "up", "down"):
+        assert f"layers.2.mlp.experts.3.{name}_proj.weight" in message
+
+
+def test_declarations_are_held_to_the_tensors(fp8: Fp8, tmp_path: Path) -> None:
+    """One scale for all is declared; an excluded module in another spelling is FP8."""
+    shutil.copytree(fp8.hf_dir, tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "indexer.wk", "nothing"]
+    path.write_text(json.dumps(config))
+    notes = convert(tmp_path / "hf", tmp_path / "ckpt").plan.notes
+    assert [note.split(" (")[0] for note in notes] == [
+        "exclusion 'nothing' matches nothing",
+        "excluded but quantised: 2 × layers.*.self_attn.indexer.wk",
+    ]
+    del config["quantization_config"]["weight_block_size"]
+    path.write_text(json.dumps(config))
+    message = _refused(tmp_path / "hf", tmp_path / "checkpoint")
+    assert "FP8, as declared" in message
+    assert "FP8_BLOCK_SCALES in groups of 128, by element types" in message

@@ -17,7 +17,9 @@ from converters.checkpoint.convert import convert
 from converters.checkpoint.export_hf import export_hf, plan_export
 from plugins.support.errors import InputError, UsageError
 from tests.converters.quantization.hf_reader import stray_names
+from tests.fixtures import dots3_random
 from tests.fixtures import qwen38_quantized as fixture
+from tests.fixtures.dots3_fp8 import CHANGES
 from tests.fixtures.qwen38_deterministic import (
     GOLDEN_ARGMAX,
     GOLDEN_LAST_LOGITS,
@@ -244,3 +246,20 @@ def test_what_some_readers_cannot_take_is_said(tmp_path: Path):
         source = LAYOUTS[name]().write(tmp_path / name)
         convert(source, tmp_path / f"{name} ckpt")
         assert plan_export(tmp_path / f"{name} ckpt", tmp_path / "out").notes == []
+
+
+@pytest.mark.parametrize("algorithm", ["nvfp4", "fp8", "fp8-block"])
+def test_dots3_comes_back(tmp_path: Path, algorithm: str):
+    """The draft layer stays plain, and lies behind the last layer."""
+    sizes = CHANGES | {"intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
+    source = dots3_random.write(tmp_path / "hf", **sizes)
+    convert(source, tmp_path / "ckpt", quantize=algorithm, only="all")
+    exported = assert_round_trip(tmp_path / "ckpt", tmp_path)
+    inline = json.loads((exported / "config.json").read_text())["quantization_config"]
+    plain = set(inline.get("ignore", inline.get("modules_to_not_convert")))
+    assert {
+        *("lm_head", "model.embed_tokens", "model.mtp.embed_tokens", "model.layers.1.mlp.gate"),
+        *("model.layers.3.eh_proj", "model.layers.3.self_attn.o_proj"),
+        *("model.layers.0.self_attn.indexer.wk", "model.layers.0.self_attn.g_proj"),
+    } <= plain
+    assert "model.layers.0.self_attn.o_proj" not in plain

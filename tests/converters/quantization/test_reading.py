@@ -300,6 +300,13 @@ def declare(**changes: Any) -> Change:
 EXPERT = f"{BASE}layers.2.mlp.experts.5.up_proj"
 
 
+def plain_expert(checkpoint: Quantized) -> None:
+    """As exporters leave what they did not calibrate."""
+    for name in [n for n in checkpoint.tensors if n.startswith(EXPERT)]:
+        del checkpoint.tensors[name]
+    checkpoint.tensors[f"{EXPERT}.weight"] = torch.zeros(48, 64).bfloat16()
+
+
 # Layout, what is wrong with it, and part of the message.
 BROKEN: list[tuple[str, Change, str]] = [
     ("radixark", tensor(f"{EXPERT}.weight", None), "missing: layers.2.mlp.experts.5.up_proj"),
@@ -311,6 +318,8 @@ BROKEN: list[tuple[str, Change, str]] = [
     ("nvfp4 table", tensor(f"{TABLE}.weight_scale_2", None), "ngram_embedding.weight_scale_2"),
     ("nvfp4 table", tensor(f"{TABLE}.shard_3.weight_scale", None), "shard_3.weight_scale"),
     ("radixark", tensor(f"{TABLE}.shard_3.weight", lambda t: t.bfloat16()), "shard_3"),
+    ("radixark", tensor(f"{TABLE}.shard_3.weight", None), "ngram_embedding.shard_3.weight"),
+    ("radixark", plain_expert, "found bfloat16: layers.2.mlp.experts.5.up_proj.weight"),
     ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * 0), "zero, negative"),
     ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * torch.nan), "not finite"),
     ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: -t), "negative"),
@@ -698,3 +707,44 @@ def test_several_groups_of_compressed_tensors(tmp_path: Path):
         checkpoint.config["quantization_config"]["config_groups"] = {"group_0": wrong}
         with pytest.raises(InputError, match=message):
             plan_conversion(checkpoint.write(tmp_path / message), tmp_path / "again")
+
+
+def test_every_layer_in_another_format(tmp_path: Path):
+    """What holds of the first layer holds of no other; the draft layer is NVFP4 for once."""
+    checkpoint = fixture.plain()
+    makes = {
+        1: fixture.as_nvfp4,
+        2: fixture.as_fp8,
+        3: fixture.as_fp8_blocks,
+        4: fixture.as_fp8_blocks_modelopt,
+        5: fixture.as_fp8_pb_wo,
+        6: fixture.as_packed_nvfp4,
+    }
+    for layer, make in makes.items():
+        checkpoint.experts(f"{BASE}layers.{layer}.", make)
+    checkpoint.experts("mtp.", fixture.as_nvfp4)
+    _, ckpt = run(checkpoint, tmp_path)
+    assert wrong_tensors(checkpoint, ckpt) == []
+    layers = json.loads((ckpt / QUANT_FILE).read_text())["quantized_layers"]
+    found = {name: entry["quant_algo"] for name, entry in layers.items() if "gate_up" in name}
+    blocks = "FP8_BLOCK_SCALES"
+    kinds = {1: "NVFP4", 2: "FP8", 3: blocks, 4: blocks, 5: blocks, 6: "NVFP4"}
+    assert found == {
+        **{
+            f"transformer.layers.{layer}.mlp.experts.gate_up": kind for layer, kind in kinds.items()
+        },
+        "mtp.layers.0.mlp.experts.gate_up": "NVFP4",
+    }
+
+
+def test_the_table_of_layers_beside_is_held_to_the_tensors_too(tmp_path: Path):
+    checkpoint = fixture.nvidia()
+    source = checkpoint.write(tmp_path / "hf")
+    layers = checkpoint.config["quantization_config"]["quantized_layers"]
+    (source / QUANT_FILE).write_text(json.dumps({"quantized_layers": layers}))
+    assert not convert(source, tmp_path / "ckpt").plan.notes
+    layers[f"{BASE}layers.2.mlp.experts"]["quant_algo"] = "FP8"
+    (source / QUANT_FILE).write_text(json.dumps({"quantized_layers": layers}))
+    with pytest.raises(InputError, match="contradict each other") as caught:
+        convert(source, tmp_path / "again")
+    assert QUANT_FILE in (caught.value.where or "")
