@@ -351,7 +351,7 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
                 "unsupported compressed-tensors weights",
                 where=place,
                 expected=" or ".join(str(known) for known in _COMPRESSED),
-                found=str(key),
+                found=f"{key}, format {group.get('format') or block.get('format')}",
                 fix=_USE_ANOTHER,
             )
         size = weights.get("group_size") if algorithm == "NVFP4" else None

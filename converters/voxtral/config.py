@@ -38,6 +38,8 @@ _IGNORED_TOP = (
     "dtype",
     "generation_config",
     "initializer_range",
+    # Compared with the tensors.
+    "quantization_config",
     "torch_dtype",
     "transformers_version",
     "use_cache",
@@ -50,6 +52,7 @@ _IGNORED_TEXT = (
     "initializer_range",
     "pad_token_id",
     "pretraining_tp",
+    "quantization_config",
     "torch_dtype",
     "transformers_version",
     "use_cache",
@@ -417,6 +420,7 @@ def _read_mistral(
         top.rely_on("ada_rms_norm_t_cond_dim", 32, "width of the conditioning")
     else:
         top.rely_on_if_present("sliding_window", None, "the decoder attends to everything")
+    top.rely_on_if_present("quantization", None, "quantised weights are not read in this layout")
     top.rely_on_if_present("tied_embeddings", realtime, "as the released files have it")
     top.rely_on_if_present("tie_embeddings", realtime, "as the released files have it")
     longest = "max_position_embeddings" if top.has("max_position_embeddings") else "max_seq_len"

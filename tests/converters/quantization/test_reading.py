@@ -707,6 +707,14 @@ def test_several_groups_of_compressed_tensors(tmp_path: Path):
         checkpoint.config["quantization_config"]["config_groups"] = {"group_0": wrong}
         with pytest.raises(InputError, match=message):
             plan_conversion(checkpoint.write(tmp_path / message), tmp_path / "again")
+    mxfp8 = group("Linear", 8, "group", 32)
+    checkpoint.config["quantization_config"] |= {
+        "format": "mxfp8-quantized",
+        "config_groups": {"group_0": mxfp8},
+    }
+    with pytest.raises(InputError, match="unsupported compressed-tensors weights") as caught:
+        plan_conversion(checkpoint.write(tmp_path / "mxfp8"), tmp_path / "again")
+    assert "format mxfp8-quantized" in (caught.value.found or "")
 
 
 def test_every_layer_in_another_format(tmp_path: Path):

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from converters.checkpoint.config import WEIGHTS_FILE
 from converters.checkpoint.convert import convert
+from converters.checkpoint.export_hf import export_hf
 from converters.registry import read_checkpoint_config
 from converters.voxtral.config import VoxtralCheckpointConfig
-from plugins.support.errors import InputError
+from plugins.support.errors import InputError, ToolchainError
 from tests.fixtures.tekken import write_tekken
 from tests.fixtures.voxtral_deterministic import write_huggingface, write_mistral
 
@@ -389,3 +390,48 @@ def test_a_tokenizer_with_more_ids_than_the_embedding(
     write_tekken(bent.directory, ("la", "ng", "en", " the", "he", "in"), realtime=realtime)
     message = bent.refused()
     assert "token ids that the model has no embedding for" in message and "301" in message
+
+
+@pytest.mark.parametrize("realtime", [False, True])
+def test_quantised_checkpoints_are_refused(bend: Callable[[str, bool], Bend], realtime: bool):
+    """No network of this family decodes weights: by the tensors, and by what is declared."""
+    name = "language_model.model.layers.0.mlp.up_proj.weight"
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    changed = bend("huggingface", realtime)
+    changed.config(put("quantization_config", block))
+    assert "declares quantised weights, but all weights are plain" in changed.refused()
+    changed.tensors(
+        lambda t: t.update({name: t[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": t[name]})
+    )
+    message = changed.refused()
+    assert name in message
+    assert "found float8_e4m3fn" in message
+    changed.config(put("quantization_config", {"quant_method": "modelopt", "quant_algo": "MXFP8"}))
+    assert "unsupported quantisation algorithm" in changed.refused()
+
+
+def test_quantised_mistral_files_are_refused(bend: Callable[[str, bool], Bend]):
+    changed = bend("mistral", False)
+    changed.config(put("quantization", {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}))
+    assert "quantised weights are not read in this layout" in changed.refused()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantize": "nvfp4", "only": "all"}, "has nothing to quantise"),
+        ({"kv_cache": "fp8"}, "caches cannot be FP8"),
+    ],
+)
+def test_requests_that_this_family_cannot_meet(
+    sources: dict[tuple[str, bool], Path], tmp_path: Path, options: Any, message: str
+):
+    source = sources["huggingface", False]
+    with pytest.raises(ToolchainError, match=message):
+        convert(source, tmp_path / "ckpt", **options)
+    assert not (tmp_path / "ckpt").exists()
+    convert(source, tmp_path / "ckpt")
+    with pytest.raises(InputError, match="cannot be exported") as caught:
+        export_hf(tmp_path / "ckpt", tmp_path / "out")
+    assert caught.value.expected == "qwen38, dots3"
+    assert not (tmp_path / "out").exists()
