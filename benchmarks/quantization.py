@@ -124,7 +124,7 @@ def measure_memory(gigabytes: float, directory: Path | None) -> None:
     print("| | workers | announced | found | seconds | MB/s read |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         source, target = Path(temporary) / "source", Path(temporary) / "target"
-        synthetic.write(source, gigabytes, stacked_experts=False)
+        synthetic.write(source, synthetic.text_config(gigabytes), "single")
         for quantize, workers in (("", 2), ("nvfp4", 1), ("nvfp4", 2), ("fp8-block", 2)):
             command = [sys.executable, "-m", "benchmarks.quantization", "child"]
             command += ["--source", str(source), "--target", str(target)]

@@ -25,7 +25,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     def make(name: str) -> tuple[Path, int]:
         if name not in made:
             path = tmp_path_factory.mktemp("memory") / name
-            made[name] = path, synthetic.write(path, 0.1, stacked_experts=True, **sizes[name])
+            text = synthetic.text_config(0.1, **sizes[name])
+            made[name] = path, synthetic.write(path, text, "stacked")
         return made[name]
 
     return make
