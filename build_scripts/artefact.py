@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from build_scripts import output
+from converters.checkpoint.collector import collector_paused
 from converters.checkpoint.config import QUANT_FILE
 from plugins.support.errors import InputError
 from plugins.support.units import size
@@ -168,6 +169,7 @@ def _tokenizer(path: Path) -> list[str]:
     return sorted({p.name for pattern in wanted for p in path.glob(pattern) if p.is_file()})
 
 
+@collector_paused()
 def _hugging_face(path: Path, raw: Mapping[str, Any]) -> Description:
     """Formats and findings are those of a conversion, decided by the same code."""
     from converters.checkpoint.examine import Examination, examine

@@ -80,16 +80,17 @@ def resolve(
     fused: dict[str, list[int]] = defaultdict(list)
     for wanted in plan.wanted:
         try:
-            stored = format_ = _common_format(wanted, names, findings)
+            stored, odd = _common_format(wanted, names, findings)
         except InputError as error:
             for part in wanted.parts:
                 names.use_module(module_of(part))
                 findings.refused.append(Problem(module_of(part), error))
             continue
+        format_ = stored
         if stored is not None:
-            made = list(carry_over(wanted, stored, names, findings))
+            made = list(carry_over(wanted, stored, names, findings, odd))
         else:
-            entries = _plain_sources(wanted, names, findings, dtype, strict=strict)
+            entries = _plain_sources(wanted, names, findings, dtype, odd, strict=strict)
             if len(entries) < len(wanted.parts):
                 continue
             if quantize is not None and quantize.covers(wanted):
@@ -139,17 +140,20 @@ def _module(
     )
 
 
-def _common_format(wanted: Wanted, names: Names, findings: Findings) -> Format | None:
-    """The format of most parts; parts in another one are findings.
+def _common_format(
+    wanted: Wanted, names: Names, findings: Findings
+) -> tuple[Format | None, frozenset[str]]:
+    """The format of most parts, and the names of parts in another one, which are findings.
 
     Codes without any scale take the format of the rest, so that the missing scale gets its name.
     """
+    odd: list[str] = []
     if wanted.quantize is None and wanted.scale_owner is None:
-        return None
+        return None, frozenset()
     found = {part.name: detect(names, part) for part in wanted.parts if is_there(names, part)}
     counts = Counter(found.values())
     if not counts:
-        return None
+        return None, frozenset()
     ((common, _),) = counts.most_common(1)
     for part in wanted.parts:
         format_ = found.get(part.name, common)
@@ -157,11 +161,13 @@ def _common_format(wanted: Wanted, names: Names, findings: Findings) -> Format |
             continue
         alike = format_ is not None and common is not None and format_.codes == common.codes
         if not alike or has_scales(names, part):
+            odd.append(part.name)
+            names.use_module(module_of(part))
             findings.wrong[part.name] = (
                 f"{_describe(common)} like the rest of {wanted.target}",
                 _describe(format_),
             )
-    return common
+    return common, frozenset(odd)
 
 
 def _describe(format_: Format | None) -> str:
@@ -169,19 +175,32 @@ def _describe(format_: Format | None) -> str:
 
 
 def _plain_sources(
-    wanted: Wanted, names: Names, findings: Findings, dtype: str, *, strict: bool
+    wanted: Wanted,
+    names: Names,
+    findings: Findings,
+    dtype: str,
+    odd: frozenset[str],
+    *,
+    strict: bool,
 ) -> list[TensorEntry]:
     entries = []
     for part in wanted.parts:
+        if part.name in odd:
+            continue
         entry = names.find(part.name)
         if entry is None:
             findings.missing.append(part.name)
             continue
         entries.append(names.use(entry))
-        if entry.shape != part.shape:
+        kind, wanted_kind = entry.dtype.name, dtype if strict else "a float type"
+        if kind not in COMPUTE_DTYPES and has_scales(names, part):
+            # Quantised, which this tensor must not be.
+            names.use_module(module_of(part))
+            findings.wrong[entry.name] = (wanted_kind, f"{kind} with scales")
+        elif entry.shape != part.shape:
             findings.wrong[entry.name] = (f"shape {list(part.shape)}", f"{list(entry.shape)}")
         elif not _fits(entry, wanted, dtype, strict=strict):
-            findings.wrong[entry.name] = (dtype if strict else "a float type", entry.dtype.name)
+            findings.wrong[entry.name] = (wanted_kind, kind)
     return entries
 
 

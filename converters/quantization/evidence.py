@@ -178,11 +178,16 @@ def _refuse_other_groups(part: Part, scale: TensorEntry, where: str) -> None:
 
 
 def carry_over(
-    wanted: Wanted, format_: Format, names: Names, findings: Findings
+    wanted: Wanted,
+    format_: Format,
+    names: Names,
+    findings: Findings,
+    odd: frozenset[str] = frozenset(),
 ) -> tuple[Recipe, ...]:
     """Recipes that keep the exact codes and scales of a quantised tensor.
 
-    Everything that is missing or does not fit goes to `findings`.
+    Everything that is missing or does not fit goes to `findings`; of the parts named in `odd`,
+    which have another format, nothing is said any more.
     """
     recipes = []
     if wanted.shape[-1] % (format_.group_size or 1) and format_.algorithm == "NVFP4":
@@ -191,14 +196,20 @@ def carry_over(
             str(wanted.shape[-1]),
         )
     for component in format_.components:
-        recipes += _recipe(wanted, component, names, findings, required=True)
+        recipes += _recipe(wanted, component, names, findings, odd, required=True)
     if format_.activation is not None and wanted.scale_owner is None:
-        recipes += _recipe(wanted, format_.activation, names, findings, required=False)
+        recipes += _recipe(wanted, format_.activation, names, findings, odd, required=False)
     return tuple(recipes)
 
 
 def _recipe(
-    wanted: Wanted, component: Component, names: Names, findings: Findings, *, required: bool
+    wanted: Wanted,
+    component: Component,
+    names: Names,
+    findings: Findings,
+    odd: frozenset[str],
+    *,
+    required: bool,
 ) -> list[Recipe]:
     found: list[TensorEntry] = []
     missing: list[str] = []
@@ -207,6 +218,8 @@ def _recipe(
         (Part(f"{wanted.scale_owner}.weight", (1, 1)),) if shared else wanted.parts
     )
     for part in parts:
+        if part.name in odd:
+            continue
         module = module_of(part)
         entry = names.members(module).get(component.suffix)
         if entry is None:

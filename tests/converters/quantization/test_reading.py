@@ -319,7 +319,7 @@ BROKEN: list[tuple[str, Change, str]] = [
     ("nvfp4 table", tensor(f"{TABLE}.shard_3.weight_scale", None), "shard_3.weight_scale"),
     ("radixark", tensor(f"{TABLE}.shard_3.weight", lambda t: t.bfloat16()), "shard_3"),
     ("radixark", tensor(f"{TABLE}.shard_3.weight", None), "ngram_embedding.shard_3.weight"),
-    ("radixark", plain_expert, "found bfloat16: layers.2.mlp.experts.5.up_proj.weight"),
+    ("radixark", plain_expert, "found a plain weight: layers.2.mlp.experts.5.up_proj.weight"),
     ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * 0), "zero, negative"),
     ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: t * torch.nan), "not finite"),
     ("radixark", tensor(f"{EXPERT}.weight_scale_2", lambda t: -t), "negative"),
@@ -756,3 +756,38 @@ def test_the_table_of_layers_beside_is_held_to_the_tensors_too(tmp_path: Path):
     with pytest.raises(InputError, match="contradict each other") as caught:
         convert(source, tmp_path / "again")
     assert QUANT_FILE in (caught.value.where or "")
+
+
+def test_one_part_in_another_format_is_told_once(tmp_path: Path):
+    """Not by every scale that it lacks or has too many."""
+    checkpoint = fixture.radixark()
+    plain_expert(checkpoint)
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path)
+    target = "transformer.layers.2.mlp.experts.gate_up.weight"
+    name = "layers.2.mlp.experts.5.up_proj.weight"
+    assert (caught.value.found or "").split("\n")[1:] == [
+        f"    expected NVFP4 like the rest of {target}, found a plain weight: {name}"
+    ]
+    checkpoint = fixture.plain()
+    checkpoint.experts(BASE, lambda module, x: ({f"{module}.weight": x.bfloat16()}, x))
+    del checkpoint.tensors[f"{EXPERT}.weight"]
+    weight = checkpoint.dequantised[f"{BASE}layers.2.mlp.experts.gate_up_proj"][5, 48:]
+    checkpoint.tensors |= fixture.as_nvfp4(EXPERT, weight)[0]
+    with pytest.raises(InputError) as caught:
+        convert(checkpoint.write(tmp_path / "other"), tmp_path / "ckpt")
+    assert (caught.value.found or "").split("\n")[1:] == [
+        f"    expected a plain weight like the rest of {target}, found NVFP4: {name}"
+    ]
+
+
+def test_what_must_stay_precise_is_told_once(tmp_path: Path):
+    checkpoint = fixture.plain()
+    checkpoint.linears(["lm_head", f"{BASE}layers.3.mlp.gate"], fixture.as_nvfp4)
+    with pytest.raises(InputError) as caught:
+        run(checkpoint, tmp_path)
+    name = f"{BASE}layers.3.mlp.gate.weight"
+    assert (caught.value.found or "").split("\n")[1:] == [
+        f"    expected bfloat16, found uint8 with scales: {each}"
+        for each in ("lm_head.weight", name)
+    ]
