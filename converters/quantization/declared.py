@@ -9,6 +9,7 @@ so is what a claim about the whole model does not cover.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -146,8 +147,9 @@ def compare(
     spellings = _Spellings(all_names, canonical) if any(c.excluded for c in claims) else None
     problems: list[Problem] = []
     notes: list[str] = []
+    entries = _Entries(modules)
     for claim in claims:
-        problems += _check_named(claim, modules, notes)
+        problems += _check_named(claim, modules, entries, notes)
         problems += _check_model(claim, modules)
         problems += [
             _contradiction(claim, module, Declared(claim.table))
@@ -160,7 +162,7 @@ def compare(
             if spellings is not None
             and not any(map(spellings.match, _alternatives(pattern, claim)))
         ]
-        notes += _disagreements(claim, modules, canonical)
+        notes += _disagreements(claim, modules, entries, canonical)
     notes += _unequal_files(claims, canonical)
     return Comparison(problems, notes + _undeclared(claims, modules))
 
@@ -174,13 +176,17 @@ def _undeclared(claims: Sequence[Claims], modules: Sequence[Module]) -> list[str
     return [f"quantised as {', '.join(sorted(stored))}, declared nowhere"] if stored else []
 
 
-def _check_named(claim: Claims, modules: Sequence[Module], notes: list[str]) -> Iterator[Problem]:
+def _check_named(
+    claim: Claims, modules: Sequence[Module], entries: _Entries, notes: list[str]
+) -> Iterator[Problem]:
+    told = set()
     for name, declared in claim.modules.items():
-        covered = [module for module in modules if _covers(name, module)]
+        covered = entries.covered(name)
         if not covered:
             notes.append(f"quantised layer {name!r} matches nothing ({claim.where})")
         for module in covered:
-            if not declared.is_of(module):
+            if not declared.is_of(module) and (module.target, declared) not in told:
+                told.add((module.target, declared))
                 yield _contradiction(claim, module, declared)
     for part in claim.included:
         covered = [m for m in modules if any(part in source for source in m.source)]
@@ -213,7 +219,10 @@ def _check_model(claim: Claims, modules: Sequence[Module]) -> Iterator[Problem]:
 
 
 def _disagreements(
-    claim: Claims, modules: Sequence[Module], canonical: Callable[[str], str]
+    claim: Claims,
+    modules: Sequence[Module],
+    entries: _Entries,
+    canonical: Callable[[str], str],
 ) -> list[str]:
     """Linear layers that are not as patterns or one name for the whole model have it."""
     patterns = [
@@ -230,10 +239,9 @@ def _disagreements(
     }
     groups = {"excluded but quantised": [m for m in linear if m.stored and m in excluded]}
     if claim.whole is not None and claim.whole.algorithm == MIXED and claim.all_linears:
+        listed = {m.target for name in claim.modules for m in entries.covered(name)}
         groups["quantised but not listed"] = [
-            m
-            for m in linear
-            if m.stored and m not in excluded and not any(_covers(n, m) for n in claim.modules)
+            m for m in linear if m.stored and m not in excluded and m.target not in listed
         ]
     elif claim.whole is not None and claim.whole.algorithm != MIXED:
         if claim.all_linears:
@@ -459,20 +467,35 @@ def _names(block: Mapping[str, Any], key: str, where: str) -> list[str]:
     return value
 
 
-def _covers(name: str, module: Module) -> bool:
-    """Whether an entry for `name` speaks of a module: itself, or one below that can be quantised.
+class _Entries:
+    """Finds the modules that an entry of a declaration speaks of; there may be one per expert.
 
-    Stacked experts stand for their members.
+    An entry speaks of the module of its name, and of all below it that can be quantised. Stacked
+    experts stand for their members.
     """
-    if name in module.source:
-        return True
-    if module.scope is None and not module.is_table:
-        return False
-    member = re.sub(r"\.experts\.\d+(\..*)?$", ".experts", name)
-    return any(
-        source.startswith(f"{name}.") or (module.is_stacked and source.startswith(f"{member}."))
-        for source in module.source
-    )
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self._exact = {source: module for module in modules for source in module.source}
+        self._below: dict[str, list[Module]] = defaultdict(list)
+        for module in modules:
+            if module.scope is not None or module.is_table:
+                for parent in {parent for source in module.source for parent in _parents(source)}:
+                    self._below[parent].append(module)
+
+    def covered(self, name: str) -> list[Module]:
+        """The modules of an entry, in the order of the model."""
+        found = [self._exact[name]] if name in self._exact else []
+        found += self._below.get(name, [])
+        experts = re.sub(r"\.experts\.\d+(\..*)?$", ".experts", name)
+        if experts != name:
+            found += [m for m in self._below.get(experts, []) if m.is_stacked]
+        return found
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _prefixed(canonical: str) -> tuple[str, ...]:

@@ -213,3 +213,27 @@ def test_voxtral_in_both_layouts_and_quantised(tmp_path: Path):
         plan_conversion(tmp_path / "fp8", tmp_path / "ckpt")
     for line in found.errors:
         assert line in str(caught.value)
+
+
+def test_entries_of_single_experts(tmp_path: Path):
+    """As Model Optimizer lists linear layers: each is held to the tensors, a fault is told once."""
+    checkpoint = fixture.nvidia()
+    layers = checkpoint.config["quantization_config"]["quantized_layers"]
+    for layer in range(8):
+        entry = layers.pop(f"{BASE}layers.{layer}.mlp.experts")
+        for expert in range(16):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                layers[f"{BASE}layers.{layer}.mlp.experts.{expert}.{name}"] = dict(entry)
+    found = examined(checkpoint.write(tmp_path / "hf"))
+    assert not found.errors and not found.notes
+    for expert in range(16):
+        for name in ("gate_proj", "up_proj"):
+            layers[f"{BASE}layers.2.mlp.experts.{expert}.{name}"]["quant_algo"] = "FP8"
+    del layers[f"{BASE}layers.5.mlp.experts.3.up_proj"]
+    layers[f"{BASE}layers.5.mlp.experts.16.up_proj"] = {"quant_algo": "NVFP4"}
+    found = examined(checkpoint.write(tmp_path / "wrong"))
+    (error,) = found.errors
+    assert error.endswith("layers.2.mlp.experts.0.gate_proj")
+    assert [note.split(" (")[0] for note in found.notes] == [
+        "quantised layer 'layers.5.mlp.experts.16.up_proj' matches nothing"
+    ]
