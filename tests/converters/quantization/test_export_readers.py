@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,33 @@ def test_what_was_quantised_here_is_read(
             for old, new in RENAMES:
                 target = target.replace(old, new)
             assert np.array_equal(found, restored[target].numpy()), name
+
+
+def test_model_optimizer_decodes_the_same(exported: Callable[[str], tuple[Path, Path]]):
+    """By its own tensor class, from the exported bytes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    ckpt, out = exported("nvfp4")
+    restored = restored_weights(ckpt)
+    tensors = {n: t for path in out.glob("model-0*") for n, t in load_file(path).items()}
+    experts = "model.layers.5.mlp.experts.7."
+    gate_up = restored["transformer.layers.5.mlp.experts.gate_up.weight"][7]
+    for module, expected in (
+        ("model.layers.3.self_attn.q_proj", restored["transformer.layers.3.attention.q.weight"]),
+        (f"{experts}gate_proj", gate_up[:48]),
+        (f"{experts}up_proj", gate_up[48:]),
+        (f"{experts}down_proj", restored["transformer.layers.5.mlp.experts.down.weight"][7]),
+    ):
+        packed = tensors[f"{module}.weight"]
+        options = {
+            "scale": tensors[f"{module}.weight_scale"],
+            "double_scale": tensors[f"{module}.weight_scale_2"],
+            "block_sizes": {-1: 16},
+        }
+        for codes, is_right in ((packed, True), ((packed >> 4) | (packed << 4), False)):
+            read = qtensor.NVFP4QTensor(expected.shape, torch.float32, codes)
+            assert torch.equal(read.dequantize(torch.float32, **options), expected) == is_right
 
 
 def test_products_that_engines_join_have_one_global_scale(
