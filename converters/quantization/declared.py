@@ -269,6 +269,8 @@ def _unequal_files(claims: Sequence[Claims], canonical: Callable[[str], str]) ->
             excluded -= {canonical(pattern) for pattern in two.excluded}
             for what, names in (("lists as quantised", listed), ("excludes", excluded)):
                 notes += [f"only {one.where} {what}: {line}" for line in grouped(sorted(names))]
+            if one.kv_cache is not None and two.kv_cache is None:
+                notes.append(f"only {one.where} declares a cache in {one.kv_cache}")
     return notes
 
 

@@ -210,3 +210,21 @@ def test_the_type_by_name(tmp_path: Path):
     assert caught.value.found == "NVFP4"
     convert(source, tmp_path / "again", kv_cache="none")
     assert not kept(load_file(tmp_path / "again" / WEIGHTS_FILE))
+
+
+def test_a_cache_in_one_of_two_declarations(tmp_path: Path):
+    """Readers of the one get another cache than readers of the other, so it is told."""
+    checkpoint = scaled(fixture.nvidia())
+    source = checkpoint.write(tmp_path / "hf")
+    block = dict(checkpoint.config["quantization_config"], kv_cache_quant_algo=None)
+    block.pop("quant_method")
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": block}))
+    report = convert(source, tmp_path / "ckpt")
+    place = f"{source / 'config.json'}: quantization_config"
+    assert f"note: only {place} declares a cache in FP8" in report.lines()
+    assert len(kept(load_file(tmp_path / "ckpt" / WEIGHTS_FILE))) == 3
+    # One that both declare, in two forms, is no difference.
+    block["kv_cache_quant_algo"] = "FP8"
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": block}))
+    lines = convert(source, tmp_path / "again").lines()
+    assert not any("declares a cache" in line for line in lines)
