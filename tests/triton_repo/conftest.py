@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from triton_repo.generate import RepositoryOptions, write_repository
 from triton_repo.server import TritonServer, running
 
-# Letters from id 10, digits from 20, one id per character, [CLS] and [SEP] around.
+# Letters from id 10, digits from 20, one id per character, a first and a last token around. No
+# token is longer than a character: texts are cut by characters before they are tokenised.
 CHARACTER_IDS = {c: 10 + i for i, c in enumerate("abcdef")} | {
     c: 20 + i for i, c in enumerate("0123456789")
 }
@@ -21,20 +22,20 @@ CHARACTER_IDS = {c: 10 + i for i, c in enumerate("abcdef")} | {
 @pytest.fixture(scope="session")
 def character_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer directory with one id per character and special tokens in front and behind."""
-    vocabulary = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3} | CHARACTER_IDS
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    vocabulary = {"_": 0, "[": 1, "]": 2, "?": 3} | CHARACTER_IDS
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        single="[ $A ]", special_tokens=[("[", 1), ("]", 2)]
     )
     directory = tmp_path_factory.mktemp("tokenizers") / "characters"
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        unk_token="[UNK]",
-        eos_token="[SEP]",
+        pad_token="_",
+        cls_token="[",
+        sep_token="]",
+        unk_token="?",
+        eos_token="]",
     ).save_pretrained(str(directory))
     return directory
 

@@ -180,6 +180,30 @@ SYSTEM = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
         ({"input_ids": [1, 3, 25, 24, 4], "audio_url": ["A"]}, "input_ids"),
         ({"input_ids": [1, 24, 4]}, "input_ids"),
         (CHAT | {"audio_samples": [0.0, 0.0]}, "audio_samples"),
+        (CHAT | {"mm_processor_kwargs": '{"sampling_rate": 8000}'}, "mm_processor_kwargs"),
+        (
+            {
+                "messages": json.dumps(
+                    [
+                        {
+                            "role": "user",
+                            "content": [
+                                {
+                                    "type": "audio_url",
+                                    "audio_url": {"url": uri(KNOWN[1]), "sampling_rate": 8000},
+                                }
+                            ],
+                        }
+                    ]
+                )
+            },
+            "messages[0].content[0].audio_url: audio has no processor options",
+        ),
+        # More than the context can hold, before it is tokenised.
+        (
+            {"messages": json.dumps([{"role": "user", "content": ["x" * 60000] * 2}])},
+            "text_input: is longer than the context can hold; expected at most ",
+        ),
     ],
 )
 def test_what_is_refused(server: TritonServer, model: str, body: dict[str, Any], name: str) -> None:

@@ -67,14 +67,16 @@ def test_parts() -> None:
         {"type": "text", "text": "a"},
         {"type": "image_url", "image_url": {"url": "http://x/1", "detail": "low"}},
         {"type": "video_url", "video_url": "http://x/2"},
+        {"type": "video", "video": "http://x/3", "fps": 2, "max_pixels": 9, "uuid": "u"},
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
     ]
     conversation = parse_messages(json.dumps([{"role": "user", "content": content}]))
-    assert [m.modality for m in conversation.media] == ["image", "video", "audio"]
-    assert conversation.media[0].options == {"detail": "low"}
-    assert conversation.media[2].url == "data:audio/*;base64,AAAA"
+    assert [m.modality for m in conversation.media] == ["image", "video", "video", "audio"]
+    options = [m.options for m in conversation.media]
+    assert options == [{"detail": "low"}, {}, {"fps": 2, "max_pixels": 9}, {}]
+    assert conversation.media[3].url == "data:audio/*;base64,AAAA"
     assert [p["type"] for p in conversation.messages[0]["content"]] == [
-        "text", "image", "video", "audio",
+        "text", "image", "video", "video", "audio",
     ]  # fmt: skip
 
 

@@ -668,11 +668,46 @@ def test_ids_straight_to_generation(echo_server: TritonServer) -> None:
         assert status == 400 and answer["error"].startswith(f"{next(iter(bad))}: ")
 
 
-def test_custom_metrics_exist_and_count(echo_server: TritonServer) -> None:
-    before = metric(echo_server, "generated_tokens")
-    ok(echo_server, {"text_input": "x", "echo_output_ids": [97, 98, 99]})
-    assert metric(echo_server, "generated_tokens") == before + 3
-    assert metric(echo_server, "requests_active") >= 0
+@both
+def test_custom_metrics_exist_and_count(echo_server: TritonServer, model: str) -> None:
+    names = (
+        "requests", "requests_failed", "prompt_tokens", "generated_tokens", "first_tokens",
+        "time_to_first_token_us", "cache_reused_blocks",
+    )  # fmt: skip
+
+    def read() -> dict[str, float]:
+        return {name: metric(echo_server, name) for name in names}
+
+    body = {"text_input": f"counted by {model}", "echo_output_ids": [97, 98, 99]}
+    ok(echo_server, body, model)
+    before = read()
+    reused = ok(echo_server, body, model)["kv_cache_reused_blocks"]
+    after = read()
+    grown = {name: after[name] - before[name] for name in names}
+    assert grown.pop("time_to_first_token_us") > 0
+    assert reused > 0 and grown == {
+        "requests": 1, "requests_failed": 0, "prompt_tokens": len(body["text_input"]),
+        "generated_tokens": 3, "first_tokens": 1, "cache_reused_blocks": reused,
+    }  # fmt: skip
+    refused(echo_server, body | {"echo_output_ids": [261]}, model)
+    assert read()["requests_failed"] == after["requests_failed"] + 1
+    with grpc_stream(
+        echo_server, body | {"stream": True, "echo_delay_ms": 200}, model, cancel=True
+    ) as stream:
+        stream.next()
+        assert metric(echo_server, "requests_active") == 1
+
+
+def test_a_salt_is_nowhere_to_be_read(echo_server: TritonServer) -> None:
+    for model in MODELS:
+        for salt in ("a-salt-nobody-may-read", "a-salt-nobody-may-read/"):
+            for more in ({}, {"top_p": 2.0}, {"task": "embed"}):
+                body = {"text_input": "x", "max_tokens": 4, "cache_salt": salt} | more
+                _, answer = generate(echo_server, body, model)
+                assert "nobody-may-read" not in json.dumps(answer)
+    assert "nobody-may-read" not in echo_server.log_text()
+    # The log is the right one.
+    assert "tensorrt_llm_bls" in echo_server.log_text()
 
 
 def test_models_cannot_be_unloaded_by_clients(echo_server: TritonServer) -> None:

@@ -45,6 +45,25 @@ def test_every_config_is_complete(tmp_path: Path) -> None:
     assert (summary.generation, summary.decoupled) == ("echo", True)
 
 
+@pytest.mark.parametrize(
+    ("cores", "instances", "threads"), [(1, 1, 1), (2, 1, 1), (16, 4, 8), (64, 16, 32)]
+)
+def test_counts_follow_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, instances: int, threads: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    repository = write(tmp_path / "repository")
+    counts = {m: [g.count for g in config(repository, m).instance_group] for m in MODELS}
+    assert counts == {
+        "preprocessing": [instances], "tensorrt_llm": [1], "postprocessing": [1],
+        "tensorrt_llm_bls": [1], "ensemble": [],
+    }  # fmt: skip
+    found = {m: config(repository, m).parameters["threads"].string_value for m in MODELS[:3]}
+    assert found == {
+        "preprocessing": "1", "tensorrt_llm": str(threads), "postprocessing": "1",
+    }  # fmt: skip
+
+
 def test_public_names_are_on_ensemble_and_bls(tmp_path: Path) -> None:
     repository = write(tmp_path / "repository")
     for model in ("ensemble", "tensorrt_llm_bls"):

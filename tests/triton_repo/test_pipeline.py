@@ -68,6 +68,7 @@ def png(width: int, height: int, color: int = 0) -> str:
 @pytest.mark.parametrize("row", rows("truncations"))
 def test_offsets_follow_the_ids(row: dict[str, Any], character_tokenizer: Path) -> None:
     server = front_end(row["context"], open_with_transformers(character_tokenizer))
+    assert server.tokenizer.max_chars_per_token == 1
     request = {
         "text_input": row["text"],
         "truncate_prompt_tokens": row["truncate"],
@@ -86,6 +87,28 @@ def test_offsets_follow_the_ids(row: dict[str, Any], character_tokenizer: Path) 
         prompt = run(request, server).prompt
         assert "".join(ID_TO_CHARACTER[i] for i in prompt.ids) == row["kept"]
         assert [list(o) for o in prompt.arrays["offsets"]] == row["offsets"]
+
+
+@pytest.mark.parametrize("row", rows("paddings"))
+def test_truncate_then_pad(row: dict[str, Any]) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.truncation_side = row["tokenizer_side"]
+    request = {
+        "input_ids": row["ids"], "padding": str(row["pad"]), "max_tokens": row["output"] or 1,
+        "truncate_prompt_tokens": row["truncate"], "truncation_side": row["side"],
+        "task": "generate" if row["output"] else "embed",
+    }  # fmt: skip
+    server = front_end(row["context"], tokenizer)
+    kept = row["result"] if isinstance(row["result"], str) else [i for i in row["result"] if i < 99]
+    if isinstance(kept, str):
+        assert kept.removeprefix("error: ") in str(refused(request, server))
+    elif not kept:
+        # The library pads nothing; a request for nothing is refused, never a silent success.
+        assert refused(request, server).what == "the prompt has no tokens"
+    else:
+        prepared = run(request, server)
+        assert prepared.prompt.ids == [tokenizer.pad_id if i == 99 else i for i in row["result"]]
+        assert prepared.real_ids == kept
 
 
 @pytest.mark.parametrize("row", rows("padding_options"))
@@ -256,6 +279,43 @@ def test_end_ids() -> None:
     assert run({"text_input": "a", "end_id": -1}, server).options.end_ids == ()
 
 
+def test_pad_ids(pieces_tokenizer: Path) -> None:
+    # C3: the request's, else the tokenizer's, else the id that ends.
+    server = front_end()
+    assert run({"text_input": "a"}, server).options.pad_id == ByteTokenizer.PAD
+    assert run({"text_input": "a", "pad_id": 7}, server).options.pad_id == 7
+    tokenizer = open_with_transformers(pieces_tokenizer)
+    tokenizer.pad_id = None
+    assert run({"text_input": "Hello"}, front_end(100, tokenizer)).options.pad_id == 3
+    # To pad a prompt an end id will not do: it is no sign of padding.
+    padded = {"text_input": "Hello", "padding": "9", "task": "embed"}
+    assert refused(padded, front_end(100, tokenizer)).where == "padding"
+
+
+def test_no_text_is_tokenised_that_cannot_fit() -> None:
+    class Counting(ByteTokenizer):
+        longest = 0
+
+        def encode(self, text: str, add_special_tokens: bool, want_offsets: bool) -> Any:
+            self.longest = max(self.longest, len(text))
+            return super().encode(text, add_special_tokens, want_offsets)
+
+    tokenizer = Counting()
+    server = front_end(100, tokenizer)
+    image = {"type": "image_url", "image_url": png(32, 32)}
+    for row in (
+        {"text_input": "x" * 101},
+        {"text_input": "x" * 101, "image_bytes_input": [png_bytes()]},
+        {"content_parts": json.dumps(["x" * 60, "x" * 60])},
+        {"content_parts": json.dumps(["x" * 101, image])},
+        {"messages": json.dumps([{"role": "user", "content": "x" * 101}])},
+        {"messages": json.dumps([{"role": "user", "content": ["x" * 101, image]}])},
+    ):
+        error = refused(row, server)
+        assert (error.where, error.what) == ("text_input", "is longer than the context can hold")
+        assert tokenizer.longest == 0
+
+
 def test_generation_pads_after_its_length_is_known() -> None:
     server = front_end(8)
     row = {
@@ -284,10 +344,10 @@ def test_begin_token_once_in_a_chat_with_images(character_tokenizer: Path, parts
     if parts:
         said = (
             "{% for part in messages[0]['content'] %}"
-            "{{ '[UNK]' if part['type'] == 'image' else part['text'] }}{% endfor %}"
+            "{{ '?' if part['type'] == 'image' else part['text'] }}{% endfor %}"
         )
     tokenizer.chat_template = "{{ cls_token }}" + said
-    server = front_end(100, tokenizer, placeholders={"image": "[UNK]"})
+    server = front_end(100, tokenizer, placeholders={"image": "?"})
     content = [
         {"type": "text", "text": "ab"},
         {"type": "image_url", "image_url": png(32, 32)},

@@ -237,8 +237,12 @@ def test_a_model_that_cannot_start_is_named(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"32768"', '"many"'))
     with pytest.raises(InputError) as caught, running(repository):
         pass
-    assert "preprocessing" in (caught.value.found or "")
-    assert "max_context" in (caught.value.found or "")
+    # One line that says which parameter of which model, what it is, and what it has to be.
+    found = caught.value.found or ""
+    assert found.startswith("preprocessing: ") and "\n" not in found
+    assert "preprocessing/config.pbtxt: the parameters are not valid: max_context: " in found
+    assert "valid integer" in found and "(found 'many')" in found
+    assert "Traceback" not in found and ".py" not in found
 
 
 def test_ports_in_use_are_named(echo_server: TritonServer, echo_repository: Path) -> None:

@@ -168,9 +168,11 @@ def parse_part(where: str, part: Any) -> str | MediaReference | list[int]:
         expected = "text, token_ids, input_audio, " + ", ".join(f"{m}_url" for m in MODALITIES)
         raise problem(f"{where}.type", "is not a kind of part", expected=expected, found=kind)
     value = part.get(f"{modality}_url", part.get(modality, part.get("url")))
-    options: Any = {}
+    # Options of this item stand beside its URL, which stands in the part or in an object of it.
+    names = {"type", "url", "uuid", "cache_control", modality, f"{modality}_url"}
+    options = {k: v for k, v in part.items() if k not in names}
     if isinstance(value, dict):
-        options = {k: v for k, v in value.items() if k != "url"}
+        options |= {k: v for k, v in value.items() if k != "url"}
         value = value.get("url")
     if not isinstance(value, str) or not value:
         raise problem(f"{where}.{modality}_url", "must be a URL", found=type(value).__name__)

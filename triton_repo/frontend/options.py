@@ -313,6 +313,8 @@ def _mm_kwargs(row: Row, server: FrontEnd) -> dict[str, Any]:
     if text is None:
         return merge(server.mm_processor_kwargs, {}) if server.mm_processor_kwargs else {}
     request = chat.parse_json("mm_processor_kwargs", text, dict)
+    if request and server.audio is not None:
+        raise problem("mm_processor_kwargs", "this model's audio is processed in one way only")
     if request and not server.media.trust_request_kwargs:
         raise problem("mm_processor_kwargs", "is not allowed per request on this server")
     return merge(server.mm_processor_kwargs, request)

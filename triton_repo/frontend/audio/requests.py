@@ -154,6 +154,10 @@ def _load(
     audios = []
     total = 0
     for reference in references:
+        if reference.options:
+            raise problem(
+                reference.named, "audio has no processor options", found=min(reference.options)
+            )
         given = reference.named in AUDIO_FIELDS and not reference.url
         content = reference.data
         if not given:
