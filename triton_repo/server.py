@@ -55,6 +55,11 @@ _PR_SET_PDEATHSIG = 1
 _LOAD_FAILURE = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
 _CONFIG_FAILURE = re.compile(r'^E\d+ .*model_repository_manager\.cc:\d+\] "(.*)"', re.MULTILINE)
 
+_CONSEQUENCE = "which has no loaded version"
+# What the server adds to the words of a model: the kind of the exception, and where it was raised.
+_RAISED_BY_MODEL = "Internal: TritonModelException: "
+_RAISED_AT = "\\n\\nAt:\\n"
+
 Probe = Callable[["TritonServer"], None]
 
 
@@ -276,9 +281,11 @@ class TritonServer:
 
     def _start_failure(self) -> Exception:
         text = self.log_text()
-        failures = dict(_LOAD_FAILURE.findall(text))
+        failures = {name: _reason(reason) for name, reason in _LOAD_FAILURE.findall(text)}
         for message in _CONFIG_FAILURE.findall(text):
-            failures.setdefault("configuration", message)
+            # That an ensemble lacks a model which has said why is nothing new.
+            if not failures or _CONSEQUENCE not in message:
+                failures.setdefault("configuration", _reason(message))
         if failures:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failures.items()))
             return InputError(
@@ -478,6 +485,11 @@ _SPAWNER = ThreadPoolExecutor(1, thread_name_prefix="servers")
 def _die_with_parent() -> None:
     # A launcher that is killed must not leave a server behind on its ports.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _reason(logged: str) -> str:
+    """Why a model did not load, without the trace that the server has logged with it."""
+    return logged.partition(_RAISED_AT)[0].removeprefix(_RAISED_BY_MODEL).rstrip('"')
 
 
 def _tail(text: str) -> str:

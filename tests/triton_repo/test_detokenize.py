@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -54,11 +54,19 @@ def test_streaming_equals_decoding_at_once(ids: list[int]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
+@example("\ufffd", "0")
+@example("a\ufffd\ufffd", "\ufffdé")
+@example("\ufffd" * 9, "é")
 @given(st.text(max_size=12), st.text(max_size=12))
 def test_prompt_and_answer_join_to_the_whole_text(prompt: str, answer: str) -> None:
     ids = list((prompt + answer).encode("utf-8", "replace"))
     cut = len(prompt.encode("utf-8", "replace"))
     assert decode_all(BYTES, ids[cut:], ids[:cut]) == answer.encode("utf-8", "replace").decode()
+
+
+def test_a_long_window_behind_half_a_character() -> None:
+    prompt, rest = list("Hi 🌶".encode()[:-1]), "🌶".encode()[-1:]
+    assert decode_all(BYTES, [*rest, *[0x80] * 200], prompt) == "🌶" + "\ufffd" * 200
 
 
 def test_long_undecodable_output_stays_cheap_and_exact() -> None:

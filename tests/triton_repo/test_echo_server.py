@@ -26,6 +26,7 @@ from tests.triton_repo.clients import (
     refused,
     row_inputs,
     text_of,
+    wait_for,
 )
 from tests.triton_repo.tables import rows
 from triton_repo.frontend.salt import cache_salt_id
@@ -95,6 +96,18 @@ def test_no_salt_is_no_tensor(echo_server: TritonServer, model: str) -> None:
     for salt in ("", "a/b", "a@b", "a\\b", "a\0b", "x" * 129):
         message = refused(echo_server, {"text_input": "x", "cache_salt": salt}, model)
         assert message.startswith("cache_salt: ")
+
+
+@both
+@pytest.mark.parametrize("row", rows("block_keys"))
+def test_block_keys(echo_server: TritonServer, model: str, row: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"input_ids": list(range(12))}
+    if row["salt"] is not None:
+        body["cache_salt"] = row["salt"]
+    assert ok(echo_server, body, model)["ECHO_BLOCK_KEYS"] == row["keys"]
+    # The last block is not full any more, and has no key; the others do not depend on it.
+    shorter = ok(echo_server, body | {"input_ids": list(range(11))}, model)
+    assert shorter["ECHO_BLOCK_KEYS"] == row["keys"][:2]
 
 
 @both
@@ -695,7 +708,8 @@ def test_custom_metrics_exist_and_count(echo_server: TritonServer, model: str) -
         echo_server, body | {"stream": True, "echo_delay_ms": 200}, model, cancel=True
     ) as stream:
         stream.next()
-        assert metric(echo_server, "requests_active") == 1
+        # Others may still be on their way out.
+        assert wait_for(lambda: metric(echo_server, "requests_active") == 1, 5)
 
 
 def test_a_salt_is_nowhere_to_be_read(echo_server: TritonServer) -> None:

@@ -295,6 +295,18 @@ def test_options_of_an_item_are_heard_by_its_count_and_its_key(modality: str) ->
     assert both[0].tokens == by_item.tokens < both[1].tokens < one({}, {}).tokens
 
 
+def test_keys_depend_on_the_options_of_their_own_modality() -> None:
+    content = image("GIF", (64, 64))
+
+    def keys(**kwargs: Any) -> list[int]:
+        references = [MediaReference(m, data=content) for m in ("image", "video")]
+        return [i.key for i in load_media(references, kwargs, VisionGeometry(), MediaPolicy())]
+
+    plain, video = keys(fps=2), keys(fps=2, videos_kwargs={"fps": 4})
+    assert video[0] == plain[0] and video[1] != plain[1]
+    assert len({*plain, *keys(fps=3), *keys()}) == 6
+
+
 def test_options_of_an_item_need_trust_too() -> None:
     policy = MediaPolicy(trust_request_kwargs=False)
 

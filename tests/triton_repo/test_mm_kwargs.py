@@ -163,7 +163,7 @@ def test_smart_resize_equals_transformers(size: tuple[int, int], limits: tuple[i
 DIFFERENT = [
     {"ab": "c"}, {"a": "bc"}, {"size": {"shortest_edge": 224}}, {"size.shortest_edge": 224},
     [2, 4], {"0": 2, "1": 4}, None, "", {}, [], True, 1, 1.0, "1", {"a": None}, {"a": ""}, b"a",
-    "a",
+    "a", ["a", "bs1:c"], ["as5:b", "c"], ["a", "bsc"], ["asb", "c"],
 ]  # fmt: skip
 
 

@@ -45,8 +45,9 @@ class Detokenizer:
             text = self._decode(self._context)
             if not text.startswith(REPLACEMENT):
                 break
-        # An incomplete character at the end of the prompt has not been shown to anybody.
-        self._shown = text.rstrip(REPLACEMENT)
+        self._shown = text
+        # The prompt may end with an incomplete character; the first ids may make another of it.
+        self._open = len(text) - len(text.rstrip(REPLACEMENT))
 
     def feed(self, token_id: int) -> str:
         """The text that became certain with this id; often empty."""
@@ -55,7 +56,10 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is left at the end; an incomplete character becomes U+FFFD."""
-        text = self._emit(self._decode(self._context + self._pending)) if self._pending else ""
+        text = ""
+        if self._pending:
+            everything = self._decode(self._context + self._pending)
+            text = self._advance(everything, len(self._pending))
         return self._mark.feed(text) + self._mark.flush() if self._mark else text
 
     def _feed(self, token_id: int) -> str:
@@ -63,20 +67,13 @@ class Detokenizer:
         text = self._decode(self._context + self._pending)
         if text.endswith(REPLACEMENT):
             return self._split_long_window() if len(self._pending) > LONG_WINDOW else ""
-        return self._emit(text)
+        return self._advance(text, len(self._pending))
 
-    def _emit(self, text: str) -> str:
-        if text.startswith(self._shown):
-            new = text[len(self._shown) :]
-        else:
-            # Some decoders take back what they said when bytes follow that are none of a character.
-            # It has been shown: what follows is decoded by itself.
-            new = self._decode(self._pending)
-        self._advance(len(self._pending))
-        return new
-
-    def _advance(self, count: int) -> None:
-        """The first `count` pending ids are done; they become the context of what follows."""
+    def _advance(self, text: str, count: int) -> str:
+        """The first `count` pending ids are done: what is new in `text`, which ends with them. They
+        become the context of what follows.
+        """
+        new = self._behind_shown(text, count)
         done, self._pending = self._pending[:count], self._pending[count:]
         shown = self._decode(done)
         if shown:
@@ -85,6 +82,17 @@ class Detokenizer:
             # Special tokens have no text; the piece before them is still the one to join to.
             self._context = [*self._context, *done][-LONG_WINDOW:]
             self._shown = self._decode(self._context)
+        self._open = 0
+        return new
+
+    def _behind_shown(self, text: str, count: int) -> str:
+        for cut in range(self._open + 1):
+            head = self._shown[: len(self._shown) - cut]
+            if text.startswith(head):
+                return text[len(head) :]
+        # Some decoders take back what they said when bytes follow that are none of a character. It
+        # has been shown: what follows is decoded by itself.
+        return self._decode(self._pending[:count])
 
     def _split_long_window(self) -> str:
         """Emit the front of a long undecodable window where a cut does not change the text."""
@@ -93,9 +101,7 @@ class Detokenizer:
             count = len(self._pending) - keep
             text = self._decode(self._context + self._pending[:count])
             if text + self._decode(self._pending[count:]) == everything:
-                emitted = text[len(self._shown) :]
-                self._advance(count)
-                return emitted
+                return self._advance(text, count)
         return ""
 
     def _decode(self, ids: list[int]) -> str:
