@@ -132,7 +132,9 @@ def detect(names: Names, part: Part) -> Format | None:
         return formats.FP8
     _refuse_other_groups(part, scale, where)
     if "weight_scale_inv" in scales:
-        return formats.FP8_BLOCK
+        # A grid of blocks has two dimensions, whatever their sizes.
+        is_grid = len(scale.shape) > 1 or math.prod(scale.shape) != 1
+        return formats.FP8_BLOCK if is_grid else formats.FP8_TRANSFORMERS
     if len(part.shape) == 3 and math.prod(scale.shape) in (part.shape[0], 2 * part.shape[0]):
         return formats.FP8
     return formats.FP8_BLOCK_MODELOPT

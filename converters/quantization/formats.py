@@ -116,7 +116,15 @@ FP8 = Format(
     (Component("weight_scale", _BLOCK_SCALE, _FLOATS, "scalar"),),
     _INPUT_SCALE,
 )
-# Despite its name the value is multiplied.
+# As transformers writes it; despite its name the value is multiplied, here and in blocks.
+FP8_TRANSFORMERS = Format(
+    "FP8 with one scale",
+    "FP8",
+    None,
+    _FP8_CODES,
+    (Component("weight_scale_inv", _BLOCK_SCALE, _FLOATS, "scalar"),),
+    Component("activation_scale", _ACTIVATION, _FLOATS, "scalar"),
+)
 FP8_BLOCK = Format(
     "FP8 with 128 x 128 block scales",
     "FP8_BLOCK_SCALES",
@@ -146,4 +154,5 @@ SCALE_SUFFIXES = (
     "weight_global_scale",
     "input_scale",
     "input_global_scale",
+    "activation_scale",
 )

@@ -52,7 +52,7 @@ def padded_shape(name: str, shape: Shape, tp_size: int) -> Shape:
 def has_block_scales(tensors: Mapping[str, TensorEntry]) -> bool:
     """Whether dense or shared MLPs of a checkpoint are FP8 with a scale per block."""
     return any(
-        name.endswith("_inv") or (len(entry.shape) == 2 and math.prod(entry.shape) > 1)
+        len(entry.shape) > 1 and (name.endswith("_inv") or math.prod(entry.shape) > 1)
         for name, entry in tensors.items()
         if _SCALE.search(name) and entry.dtype.name in ("float32", "bfloat16")
     )

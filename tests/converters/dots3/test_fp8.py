@@ -19,6 +19,7 @@ from converters.definition import EngineLimits
 from converters.dots3.config import Dots3CheckpointConfig
 from converters.dots3.controls import negative_controls
 from converters.dots3.oracle import DraftOracle, Oracle
+from converters.quantization import nvfp4
 from converters.quantization.restore import restored_weights
 from plugins.support.errors import InputError
 from tests.converters.dots3.driver import Driver
@@ -341,3 +342,35 @@ def test_declarations_are_held_to_the_tensors(fp8: Fp8, tmp_path: Path) -> None:
     message = _refused(tmp_path / "hf", tmp_path / "checkpoint")
     assert "FP8, as declared" in message
     assert "FP8_BLOCK_SCALES in groups of 128, by element types" in message
+
+
+def test_a_mixed_export_comes_back_as_it_was(fp8: Fp8, tmp_path: Path) -> None:
+    """Experts in NVFP4 beside block FP8: linear layers then have Model Optimizer's scales."""
+    plain = load_file(fp8.plain / "model.safetensors")
+
+    def requantise(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if ".mlp.experts." in n]:
+            tensors.pop(name)
+            if name.endswith(".weight"):
+                scale = nvfp4.global_scale(plain[name].abs().max())
+                packed, scales = nvfp4.quantize(plain[name], scale)
+                tensors |= {name: packed, f"{name}_scale": scales, f"{name}_scale_2": scale}
+
+    source = _changed_copy(fp8, tmp_path / "hf", requantise)
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "ckpt")
+    export_hf(tmp_path / "ckpt", tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    assert load_file(tmp_path / "out" / index["weight_map"][name])[name].shape == (1, 1, 2, 1)
+    converted = convert(tmp_path / "out", tmp_path / "again")
+    assert not converted.plan.notes
+    again = read_config(tmp_path / "again", Dots3CheckpointConfig)
+    assert again.dots3 == read_config(tmp_path / "ckpt", Dots3CheckpointConfig).dots3.model_copy(
+        update={"intermediate_size": 256, "shared_intermediate_size": 256}
+    )
+    assert (tmp_path / "again" / WEIGHTS_FILE).read_bytes() == (
+        tmp_path / "ckpt" / WEIGHTS_FILE
+    ).read_bytes()

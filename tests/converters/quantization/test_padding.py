@@ -118,8 +118,11 @@ def _entries(**shapes: tuple[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
         ("down_proj.weight_scale_inv", "float32", (1, 1), True),
         ("up_proj.weight_scale", "float32", (2, 1), True),
         ("shared_experts.up_proj.weight_scale_inv", "bfloat16", (12, 40), True),
+        # As Model Optimizer writes them.
+        ("up_proj.weight_scale", "float32", (2, 1, 1, 1), True),
         # One scale, the scales of four-bit groups, and routed experts.
         ("up_proj.weight_scale", "float32", (1, 1), False),
+        ("up_proj.weight_scale_inv", "float32", (), False),
         ("up_proj.weight_scale", "float8_e4m3fn", (144, 6), False),
         ("experts.0.up_proj.weight_scale_inv", "float32", (2, 1), False),
         ("up_proj.weight", "float32", (144, 96), False),

@@ -791,3 +791,32 @@ def test_what_must_stay_precise_is_told_once(tmp_path: Path):
         f"    expected bfloat16, found uint8 with scales: {each}"
         for each in ("lm_head.weight", name)
     ]
+
+
+def test_one_scale_as_transformers_spells_it(tmp_path: Path):
+    """The same bytes as in Model Optimizer's spelling; a grid of blocks it is not."""
+    module = f"{BASE}layers.3.self_attn.q_proj"
+    made = []
+    for name, make in (("a", fixture.as_fp8_transformers), ("b", fixture.as_fp8)):
+        checkpoint = fixture.plain()
+        checkpoint.experts(BASE, make)
+        checkpoint.linears([module], make)
+        checkpoint.config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "modules_to_not_convert": ["lm_head"],
+        }
+        (tmp_path / name).mkdir()
+        report, ckpt = run(checkpoint, tmp_path / name)
+        assert not [n for n in report.plan.notes if "but plain" not in n]
+        assert wrong_tensors(checkpoint, ckpt) == []
+        made.append((ckpt / WEIGHTS_FILE).read_bytes())
+        assert read_checkpoint_config(ckpt).quantization.quant_algo == "FP8"
+    assert made[0] == made[1]
+    checkpoint = fixture.plain()
+    checkpoint.linears([module], fixture.as_fp8_transformers)
+    scale = checkpoint.tensors[f"{module}.weight_scale_inv"]
+    del checkpoint.tensors[f"{module}.activation_scale"]
+    checkpoint.tensors[f"{module}.weight_scale_inv"] = scale.reshape(1, 1)
+    with pytest.raises(InputError, match=r"expected shape \[3, 1\], found \[1, 1\]"):
+        plan_conversion(checkpoint.write(tmp_path / "grid"), tmp_path / "again")
