@@ -119,7 +119,7 @@ def test_thoughts_come_before_the_text_in_a_stream(server: TritonServer, model: 
 
 
 @both
-def test_stop_words_end_the_answer_and_no_thought(server: TritonServer, model: str) -> None:
+def test_a5_8_stop_words_end_the_answer_and_no_thought(server: TritonServer, model: str) -> None:
     body = _body(f"<think>{THOUGHT}</think>Four. STOP. More", tools=None) | {"stop_words": ["STOP"]}
     for more in ({}, {"stream": True}):
         events = list(generate_stream(server, body | more, model))

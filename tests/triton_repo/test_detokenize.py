@@ -31,7 +31,7 @@ def test_vectors(row: dict[str, Any]) -> None:
     assert detokenizer.flush() == row["tail"]
 
 
-def test_decoding_each_token_alone_is_wrong() -> None:
+def test_a5_1_decoding_each_token_alone_is_wrong() -> None:
     # Negative control: the classic postprocessing.
     ids = list("héllo".encode())
     assert "".join(BYTES.decode([i], True) for i in ids) != "héllo"
@@ -104,7 +104,7 @@ def sentencepiece_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_spaces_survive(sentencepiece_like: Tokenizer, data: st.DataObject) -> None:
+def test_a5_27_spaces_survive(sentencepiece_like: Tokenizer, data: st.DataObject) -> None:
     # Whole characters only: byte fallback turns a run with one bad byte into U+FFFD altogether,
     # also what came before it and was shown long ago.
     size = sentencepiece_like.vocab_size
@@ -115,7 +115,7 @@ def test_spaces_survive(sentencepiece_like: Tokenizer, data: st.DataObject) -> N
     assert decode_all(sentencepiece_like, ids) == sentencepiece_like.decode(ids, True)
 
 
-def test_bytes_that_are_no_character_take_nothing_back(sentencepiece_like: Tokenizer) -> None:
+def test_a5_5_bytes_that_are_no_character_take_nothing_back(sentencepiece_like: Tokenizer) -> None:
     # A5.5: with one bad byte behind it, this decoder turns the whole run into U+FFFD.
     def pieces(*names: str) -> list[int]:
         return [sentencepiece_like.token_id(name) or 0 for name in names]
@@ -133,7 +133,7 @@ def test_bytes_that_are_no_character_take_nothing_back(sentencepiece_like: Token
             stream.step(sentencepiece_like._backend, i)
 
 
-def test_a_prompt_is_not_said_again(sentencepiece_like: Tokenizer) -> None:
+def test_a5_4_a_prompt_is_not_said_again(sentencepiece_like: Tokenizer) -> None:
     # A5.4: the prompt ends inside a character, which the first token completes.
     assert isinstance(sentencepiece_like, FastTokenizer)
     prompt = [sentencepiece_like.token_id("▁Hello") or 0, *(2 + b for b in "🌶".encode()[:3])]
@@ -144,7 +144,7 @@ def test_a_prompt_is_not_said_again(sentencepiece_like: Tokenizer) -> None:
     assert stream.step(sentencepiece_like._backend, last) == "Hello🌶"
 
 
-def test_decoding_pieces_alone_loses_spaces(sentencepiece_like: Tokenizer) -> None:
+def test_a5_27_decoding_pieces_alone_loses_spaces(sentencepiece_like: Tokenizer) -> None:
     ids = [sentencepiece_like.token_id(p) or 0 for p in ("▁Hello", "▁world", "s", "▁are", ".")]
     assert decode_all(sentencepiece_like, ids) == "Hello worlds are."
     alone = "".join(sentencepiece_like.decode([i], True) for i in ids)

@@ -91,7 +91,7 @@ def test_tensors_that_requests_share_are_not_mixed_up(echo_server: TritonServer)
 
 
 @both
-def test_no_salt_is_no_tensor(echo_server: TritonServer, model: str) -> None:
+def test_s6_s7_s8_no_salt_is_no_tensor(echo_server: TritonServer, model: str) -> None:
     assert "ECHO_CACHE_SALT_ID" not in ok(echo_server, {"text_input": "x"}, model)
     for salt in ("", "a/b", "a@b", "a\\b", "a\0b", "x" * 129):
         message = refused(echo_server, {"text_input": "x", "cache_salt": salt}, model)
@@ -111,7 +111,7 @@ def test_block_keys(echo_server: TritonServer, model: str, row: dict[str, Any]) 
 
 
 @both
-def test_salts_isolate_the_prefix_cache(echo_server: TritonServer, model: str) -> None:
+def test_s9_s10_s11_salts_isolate_the_prefix_cache(echo_server: TritonServer, model: str) -> None:
     def reused(salt: str | None) -> int:
         body = {"text_input": f"{model} isolation 0123456789ab"}
         if salt is not None:
@@ -136,16 +136,16 @@ def picture(form: str, size: tuple[int, int] = (64, 64), color: int = 0, frames:
 
 IMAGE = picture("PNG")
 PATHS: dict[str, dict[str, Any]] = {
-    "text": {"text_input": "hi"},
-    "ids": {"input_ids": [104, 105]},
-    "messages": {"messages": '[{"role": "user", "content": "hi"}]'},
-    "parts": {"content_parts": '["hi"]'},
-    "image": {"content_parts": json.dumps(["hi", {"type": "image_url", "image_url": IMAGE}])},
-    "features": {
+    "S1-text": {"text_input": "hi"},
+    "S2-ids": {"input_ids": [104, 105]},
+    "S3-messages": {"messages": '[{"role": "user", "content": "hi"}]'},
+    "S3-parts": {"content_parts": '["hi"]'},
+    "S4-image": {"content_parts": json.dumps(["hi", {"type": "image_url", "image_url": IMAGE}])},
+    "S5-features": {
         "input_ids": [1, 258, 2],
         "mm_features": '[{"modality": "image", "offset": 1, "length": 1, "key": 7}]',
     },
-    "embed": {"text_input": "hi", "task": "embed"},
+    "S12-embed": {"text_input": "hi", "task": "embed"},
 }
 
 
@@ -157,7 +157,7 @@ def test_the_salt_reaches_generation_on_every_path(
     body = PATHS[path] | {"cache_salt": "tenant-a"}
     answer = ok(echo_server, body, model)
     assert answer["ECHO_CACHE_SALT_ID"] == 15947361407820284973
-    assert len(json.loads(answer["ECHO_MEDIA"])) == (path in ("image", "features"))
+    assert len(json.loads(answer["ECHO_MEDIA"])) == (path in ("S4-image", "S5-features"))
     # None is no tensor, on no path; an empty one is refused on each.
     assert "ECHO_CACHE_SALT_ID" not in ok(echo_server, PATHS[path], model)
     for bad in ("", "tenant/a"):
@@ -208,7 +208,7 @@ def test_truncation_of_ids(echo_server: TritonServer, model: str, row: dict[str,
 
 @both
 @pytest.mark.parametrize("text", ["abcdef", ""])
-def test_nothing_is_left_of_a_prompt(echo_server: TritonServer, model: str, text: str) -> None:
+def test_t3_nothing_is_left_of_a_prompt(echo_server: TritonServer, model: str, text: str) -> None:
     # T3: a request for no tokens is refused, never a silent success.
     body = {"text_input": text, "truncate_prompt_tokens": 0, "truncation_side": "left"}
     for more in ({}, {"task": "embed"}, {"padding": "8", "task": "embed"}):
@@ -351,7 +351,7 @@ def test_streamed_text(echo_server: TritonServer, model: str, row: dict[str, Any
 
 
 @both
-def test_stop_words(echo_server: TritonServer, model: str) -> None:
+def test_a5_6_a5_7_a5_10_stop_words(echo_server: TritonServer, model: str) -> None:
     body = {
         "text_input": "x", "echo_output_ids": list(b"abcSTOPdef"), "stop_words": ["STOP", "zz"],
         "exclude_input_in_output": True, "return_log_probs": True,
@@ -403,7 +403,7 @@ def test_a5_9_two_stop_words_in_one_step(echo_server: TritonServer, stops: list[
 
 
 @both
-def test_bad_words_reach_generation(echo_server: TritonServer, model: str) -> None:
+def test_a5_12_a5_13_bad_words_reach_generation(echo_server: TritonServer, model: str) -> None:
     answer = ok(echo_server, {"text_input": "x", "bad_words": ["ab"]}, model)
     sampling = json.loads(answer["ECHO_SAMPLING"])
     assert sampling["bad_words_ids"] == [list(b"ab"), list(b" ab")]
@@ -413,7 +413,7 @@ def test_bad_words_reach_generation(echo_server: TritonServer, model: str) -> No
 
 
 @both
-def test_sampling_parameters_reach_generation(echo_server: TritonServer, model: str) -> None:
+def test_a5_23_seeds_and_sampling_reach_generation(echo_server: TritonServer, model: str) -> None:
     given = {
         "temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 2**64 - 1, "min_tokens": 2,
         "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
@@ -431,7 +431,7 @@ def test_sampling_parameters_reach_generation(echo_server: TritonServer, model: 
 
 
 @both
-def test_prompt_in_the_answer(echo_server: TritonServer, model: str) -> None:
+def test_a5_21_prompt_in_the_answer(echo_server: TritonServer, model: str) -> None:
     body = {"text_input": "prompt ", "echo_output_ids": list(b"answer")}
     assert ok(echo_server, body, model)["text_output"] == "prompt answer"
     without = ok(echo_server, body | {"exclude_input_in_output": True}, model)
@@ -444,7 +444,7 @@ def test_prompt_in_the_answer(echo_server: TritonServer, model: str) -> None:
 
 
 @both
-def test_end_id_ends(echo_server: TritonServer, model: str) -> None:
+def test_a5_24_end_id_ends(echo_server: TritonServer, model: str) -> None:
     body = {
         "text_input": "x", "echo_output_ids": [97, 256, 98], "exclude_input_in_output": True,
     }  # fmt: skip
@@ -496,7 +496,7 @@ def ask_rows(server: TritonServer, model: str, body: dict[str, list[Any]]) -> li
 
 
 @both
-def test_a_batch_of_rows(echo_server: TritonServer, model: str) -> None:
+def test_s13_a_batch_of_rows(echo_server: TritonServer, model: str) -> None:
     body = {
         "text_input": ["first", "2nd"], "max_tokens": [9] * 2, "cache_salt": ["a", "b"],
         "exclude_input_in_output": [True] * 2, "return_num_input_tokens": [True] * 2,
@@ -541,7 +541,7 @@ def test_grpc_stream_has_one_final_response(echo_server: TritonServer, model: st
 
 
 @both
-def test_images_do_not_share_cache_blocks(echo_server: TritonServer, model: str) -> None:
+def test_s14_images_do_not_share_cache_blocks(echo_server: TritonServer, model: str) -> None:
     def ask(color: int) -> dict[str, Any]:
         parts = [
             {"type": "image_url", "image_url": {"url": picture("PNG", color=color)}},
@@ -724,6 +724,26 @@ def test_a_salt_is_nowhere_to_be_read(echo_server: TritonServer) -> None:
     assert "tensorrt_llm_bls" in echo_server.log_text()
 
 
+def test_t11_arrays_of_the_client_have_one_entry_per_id(echo_server: TritonServer) -> None:
+    body: dict[str, Any] = {
+        "input_ids": [97, 98, 99, 0], "input_lengths": 3, "request_output_len": 4,
+        "prompt_token_offsets": [[0, 1], [1, 2], [2, 3], [0, 0]], "attention_mask": [1, 1, 1, 0],
+    }  # fmt: skip
+    with grpc_stream(echo_server, body, "tensorrt_llm") as stream:
+        (result,) = stream.collect()
+    assert result.as_numpy("ECHO_PROMPT_TOKEN_OFFSETS").tolist() == [body["prompt_token_offsets"]]
+    assert result.as_numpy("ECHO_ATTENTION_MASK").tolist() == [body["attention_mask"]]
+    # T11: cut by its own length, a shorter one would be misaligned without a sign.
+    for name in ("prompt_token_offsets", "attention_mask"):
+        shorter = body | {name: body[name][:3]}
+        with (
+            grpc_stream(echo_server, shorter, "tensorrt_llm") as stream,
+            pytest.raises(grpcclient.InferenceServerException) as caught,
+        ):
+            stream.next()
+        assert f"{name}: does not have one entry per prompt token" in str(caught.value.message())
+
+
 def test_models_cannot_be_unloaded_by_clients(echo_server: TritonServer) -> None:
     url = f"{echo_server.http_url}/v2/repository/models/ensemble/unload"
     assert requests.post(url, json={}, timeout=5).status_code in (400, 403)
@@ -732,7 +752,7 @@ def test_models_cannot_be_unloaded_by_clients(echo_server: TritonServer) -> None
 
 @both
 @pytest.mark.parametrize("row", rows("media_truncations"))
-def test_truncation_keeps_media_whole(
+def test_a5_18_truncation_keeps_media_whole(
     echo_server: TritonServer, model: str, row: dict[str, Any]
 ) -> None:
     offset, length = row["span"]
@@ -778,7 +798,7 @@ def test_local_files_only_below_their_root(
 
 
 @both
-def test_options_of_one_modality_do_not_reach_the_other(
+def test_a5_25_a5_26_options_of_one_modality_do_not_reach_the_other(
     echo_server: TritonServer, model: str
 ) -> None:
     image, video = picture("PNG", (512, 512)), picture("GIF", (256, 256), frames=4)
@@ -824,13 +844,13 @@ def test_options_of_one_modality_do_not_reach_the_other(
 
 
 @both
-def test_media_prompts_and_ids_have_no_offsets(echo_server: TritonServer, model: str) -> None:
-    for path in ("ids", "parts", "image", "features"):
+def test_t13_media_prompts_and_ids_have_no_offsets(echo_server: TritonServer, model: str) -> None:
+    for path in ("S2-ids", "S3-parts", "S4-image", "S5-features"):
         answer = ok(echo_server, PATHS[path] | {"return_token_offsets": True}, model)
         assert not {"PROMPT_TOKEN_OFFSETS", "ECHO_PROMPT_TOKEN_OFFSETS"} & answer.keys()
     # The same wish with a text is heard.
     assert "PROMPT_TOKEN_OFFSETS" in ok(
-        echo_server, PATHS["text"] | {"return_token_offsets": True}, model
+        echo_server, PATHS["S1-text"] | {"return_token_offsets": True}, model
     )
 
 

@@ -110,7 +110,7 @@ def test_arrays_of_another_length_raise() -> None:
         Prompt([1, 2, 3, 4], {"offsets": [(0, 1), (1, 2), (2, 3)]})
 
 
-def test_client_arrays_follow_the_ids() -> None:
+def test_t11_t12_client_arrays_follow_the_ids() -> None:
     # T11, T12: ids or rows of the client, with arrays of the client.
     prompt = Prompt(
         [5, 6, 7, 8],

@@ -267,7 +267,7 @@ def test_other_formats_never_reach_their_decoder(form: str) -> None:
         load("image", image(form, (64, 64)))
 
 
-def test_an_animated_image_is_one_image() -> None:
+def test_a5_19_an_animated_image_is_one_image() -> None:
     # A5.19: frames are a matter of videos.
     animated, still = image("GIF", (256, 256), frames=4), image("GIF", (256, 256))
     assert load("image", animated).tokens == load("image", still).tokens == 64

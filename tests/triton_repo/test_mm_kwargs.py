@@ -178,7 +178,7 @@ def test_encoding_ignores_key_order() -> None:
     assert injective({"a": 1, "b": 2}) == injective({"b": 2, "a": 1})
 
 
-def test_media_key_depends_on_own_options_only() -> None:
+def test_a5_25_media_key_depends_on_own_options_only() -> None:
     def key(modality: str, kwargs: dict[str, Any]) -> int:
         return media_key(modality, b"content", own_options(kwargs, modality))
 

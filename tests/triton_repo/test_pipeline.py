@@ -162,7 +162,7 @@ def test_media_keys_stand_beside_the_salt() -> None:
     assert one.media[0].key != other.media[0].key
 
 
-def test_media_expand_and_drop_offsets() -> None:
+def test_t13_media_expand_and_drop_offsets() -> None:
     row = PATHS["S4-image"] | {"return_token_offsets": True}
     prepared = run(row, front_end(1000))
     span = prepared.media[0]
@@ -194,7 +194,7 @@ def test_a_limit_does_not_cut_media() -> None:
     assert error.where == "truncate_prompt_tokens"
 
 
-def test_begin_token_once(character_tokenizer: Path) -> None:
+def test_a5_14_begin_token_once(character_tokenizer: Path) -> None:
     tokenizer = open_with_transformers(character_tokenizer)
     tokenizer.chat_template = "{{ cls_token }}{{ messages[0]['content'] }}"
     server = front_end(100, tokenizer)
@@ -208,7 +208,7 @@ def test_begin_token_once(character_tokenizer: Path) -> None:
     assert again == [1, 1, 10, 11, 2]
 
 
-def test_template_kwargs_are_merged_once() -> None:
+def test_a5_17_template_kwargs_are_merged_once() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "{{ thinking }}{{ style }}"
     server = front_end(100, tokenizer, chat_template_kwargs={"thinking": "on", "style": "x"})
@@ -275,7 +275,7 @@ def test_no_offsets_unless_asked_for() -> None:
     assert "offsets" not in run({"input_ids": [1], "return_token_offsets": True}).prompt.arrays
 
 
-def test_end_ids() -> None:
+def test_a5_24_end_ids() -> None:
     server = front_end(100, end_ids=(256, 10))
     assert run({"text_input": "a"}, server).options.end_ids == (256, 10)
     assert run({"text_input": "a", "end_id": 7}, server).options.end_ids == (7,)
@@ -341,7 +341,9 @@ def test_request_options_need_trust() -> None:
 
 
 @pytest.mark.parametrize("parts", [True, False])
-def test_begin_token_once_in_a_chat_with_images(character_tokenizer: Path, parts: bool) -> None:
+def test_a5_14_begin_token_once_in_a_chat_with_images(
+    character_tokenizer: Path, parts: bool
+) -> None:
     tokenizer = open_with_transformers(character_tokenizer)
     said = "{{ messages[0]['content'] }}"
     if parts:
@@ -366,7 +368,7 @@ def png_bytes() -> bytes:
     return base64.b64decode(png(32, 32).partition(",")[2])
 
 
-def test_empty_prompts(character_tokenizer: Path, tmp_path: Path) -> None:
+def test_a5_15_empty_prompts(character_tokenizer: Path, tmp_path: Path) -> None:
     server = front_end(100, open_with_transformers(character_tokenizer))
     # No text, but tokens: a prompt.
     assert run({"text_input": ""}, server).prompt.ids == [1, 2]
@@ -382,7 +384,7 @@ def test_empty_prompts(character_tokenizer: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_one_kind_of_truncation_on_every_path(path: str) -> None:
+def test_a5_20_one_kind_of_truncation_on_every_path(path: str) -> None:
     row, server = PATHS[path], front_end(1000)
     whole = run(row, server).prompt.ids
     assert run(row | {"truncate_prompt_tokens": -1}, server).prompt.ids == whole
@@ -392,7 +394,7 @@ def test_one_kind_of_truncation_on_every_path(path: str) -> None:
     assert refused(row | {"truncation_side": "middle"}, server).where == "truncation_side"
 
 
-def test_a_slow_tokenizer_has_no_offsets(tmp_path: Path) -> None:
+def test_t14_a_slow_tokenizer_has_no_offsets(tmp_path: Path) -> None:
     ByT5Tokenizer().save_pretrained(str(tmp_path))
     tokenizer = open_with_transformers(tmp_path)
     assert isinstance(tokenizer, SlowTokenizer)

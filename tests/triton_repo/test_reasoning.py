@@ -86,7 +86,7 @@ def test_the_prompt_says_how_an_answer_begins(prompt: str, begins: str) -> None:
     ],
 )
 @pytest.mark.parametrize("by", ["server", "request"])
-def test_template_and_parser_see_the_same_options(
+def test_a5_17_template_and_parser_see_the_same_options(
     template: str, kwargs: dict[str, Any], begins: str, by: str
 ) -> None:
     tokenizer = ByteTokenizer()
@@ -113,7 +113,7 @@ def everything(options: TextOptions, text: str, tokenizer: Any = BYTES) -> tuple
     return *piece.joined(output.finish()), used if output.stopped else output.tool_calls
 
 
-def test_stop_strings_are_looked_for_in_the_answer() -> None:
+def test_a5_8_stop_strings_are_looked_for_in_the_answer() -> None:
     text = "I STOP here?</think>Go. STOP. More"
     options = TextOptions(("STOP",), reasoning="open")
     assert everything(options, text) == ("Go. ", "I STOP here?", text.index("STOP. M") + 4)

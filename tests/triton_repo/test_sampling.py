@@ -16,7 +16,7 @@ def test_unset_values() -> None:
     assert parse_sampling({"top_p": -1.0, "top_k": -1}).given() == {"num_return_sequences": 1}
 
 
-def test_the_old_seed_name() -> None:
+def test_a5_23_the_old_seed_name() -> None:
     assert parse_sampling({"random_seed": 7}).seed == 7
     assert parse_sampling({"random_seed": 7, "seed": 7}).seed == 7
     with pytest.raises(UsageError, match="contradicts"):

@@ -130,7 +130,7 @@ class Leaping(Failing):
 
 
 @pytest.mark.parametrize("stops", [("STOP", "END"), ("END", "STOP")])
-def test_two_stop_strings_in_one_step(stops: tuple[str, ...]) -> None:
+def test_a5_9_two_stop_strings_in_one_step(stops: tuple[str, ...]) -> None:
     # A5.9: the first to complete wins; ids and log-probabilities behind it are dropped.
     service = GenerationService(Leaping(None), ByteTokenizer(), Metrics(None, "test"))
     collected = Collected()
@@ -152,6 +152,25 @@ def test_two_stop_strings_in_one_step(stops: tuple[str, ...]) -> None:
     assert sent["output_ids"].tolist() == [[list(b"abcSTOP")]]
     assert sent["output_log_probs"].tolist() == [[[-float(i) for i in b"abcSTOP"]]]
     assert sent["num_output_tokens"].tolist() == [[7]]
+
+
+def test_the_queue_is_a_metric() -> None:
+    class Kept(Metrics):
+        def __init__(self) -> None:
+            super().__init__(None, "test")
+            self.values: dict[str, float] = {}
+
+        def set(self, **values: float) -> None:
+            self.values |= values
+
+    class Busy(Leaping):
+        def gauges(self) -> dict[str, float]:
+            return {"active": 3, "waiting": 2}
+
+    kept = Kept()
+    service = GenerationService(Busy(None), ByteTokenizer(), kept)
+    service.submit(call([1]), Collected())
+    assert kept.values == {"requests_active": 3, "requests_waiting": 2}
 
 
 class Recorded(Reply):

@@ -147,7 +147,7 @@ def test_padding_fields(server: TritonServer, model: str, row: dict[str, Any]) -
 
 
 @both
-def test_the_request_says_whether_the_prompt_is_in_the_answer(
+def test_a5_21_the_request_says_whether_the_prompt_is_in_the_answer(
     server: TritonServer, model: str
 ) -> None:
     body = {"text_input": "ab", "add_special_tokens": False, "echo_output_ids": [12]}
@@ -157,7 +157,19 @@ def test_the_request_says_whether_the_prompt_is_in_the_answer(
 
 
 @both
-def test_a_long_text_is_embedded_in_chunks(server: TritonServer, model: str) -> None:
+def test_offsets_are_padded_too(server: TritonServer, model: str) -> None:
+    body = {
+        "text_input": "abcdef", "add_special_tokens": False, "return_token_offsets": True,
+        "truncate_prompt_tokens": 2, "truncation_side": "left", "padding": "5", "task": "embed",
+    }  # fmt: skip
+    answer = ok(server, body, model)
+    assert answer["ECHO_INPUT_IDS"] == [14, 15, PAD, PAD, PAD]
+    for name in ("PROMPT_TOKEN_OFFSETS", "ECHO_PROMPT_TOKEN_OFFSETS"):
+        assert answer[name] == [4, 5, 5, 6, 0, 0, 0, 0, 0, 0]
+
+
+@both
+def test_s12_a_long_text_is_embedded_in_chunks(server: TritonServer, model: str) -> None:
     body = {"input_ids": [10, 11, 12, 13, 14] * 4, "task": "embed", "cache_salt": "a"}
     assert refused(server, body, model).startswith("text_input: ")
     answer = ok(server, body | {"enable_chunked_processing": True}, model)
@@ -195,7 +207,7 @@ def test_special_tokens_stay_where_no_side_is_named(server: TritonServer, model:
 
 
 @both
-def test_a_request_is_laid_over_the_servers_processor_options(
+def test_m1_a5_26_a_request_is_laid_over_the_servers_processor_options(
     server: TritonServer, model: str
 ) -> None:
     body = {"input_ids": [10], "max_tokens": 1}

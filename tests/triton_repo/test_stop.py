@@ -19,12 +19,12 @@ def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[lis
     return [*shown, matcher.flush()], matcher.matched
 
 
-def test_parts_of_a_stop_string_are_held_back() -> None:
+def test_a5_6_parts_of_a_stop_string_are_held_back() -> None:
     assert run(["STOP"], ["abcSTO", "Pde"]) == (["abc", "", ""], "STOP")
     assert run(["STOP"], ["abcSTO", "Pde"], include=True) == (["abc", "STOP", ""], "STOP")
 
 
-def test_what_was_held_in_vain_is_released() -> None:
+def test_a5_7_what_was_held_in_vain_is_released() -> None:
     assert run(["STOP"], ["abcSTO", "X"]) == (["abc", "STOX", ""], None)
     assert run(["STOP"], ["abcSTO"]) == (["abc", "STO"], None)
 
@@ -33,13 +33,13 @@ def test_a_long_stop_string_does_not_hold_what_cannot_match() -> None:
     assert run(["x" * 50], ["Hello"]) == (["Hello", ""], None)
 
 
-def test_earliest_end_wins_then_list_order() -> None:
+def test_a5_9_earliest_end_wins_then_list_order() -> None:
     assert run(["defg", "cd"], ["abcdefgh"])[1] == "cd"
     assert run(["bc", "abc"], ["xabc"])[1] == "bc"
     assert run(["abc", "bc"], ["xabc"]) == (["x", ""], "abc")
 
 
-def test_nothing_follows_a_match() -> None:
+def test_a5_10_nothing_follows_a_match() -> None:
     matcher = StopMatcher(["."])
     assert matcher.feed("one.two") == "one"
     assert (matcher.feed("three"), matcher.flush()) == ("", "")
@@ -58,7 +58,7 @@ def test_pieces_do_not_matter(stops: list[str], pieces: list[str], include: bool
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_ids_past_the_stop_are_dropped(include: bool) -> None:
+def test_a5_9_ids_past_the_stop_are_dropped(include: bool) -> None:
     text = OutputText(BYTES, [], TextOptions(("STOP",), include_stop=include))
     piece, used = text.feed(list(b"abcSTOPde"))
     assert (piece.text, used, text.stop_reason) == ("abcSTOP" if include else "abc", 7, "STOP")
@@ -78,7 +78,7 @@ def test_the_end_id_is_no_text() -> None:
     assert text.feed(list(b"hi!"))[0].text == "hi"
 
 
-def test_the_tail_is_flushed_at_the_end() -> None:
+def test_a5_3_the_tail_is_flushed_at_the_end() -> None:
     text = OutputText(BYTES, [], TextOptions(("€x",)))
     assert text.feed([0x61, 0xE2, 0x82])[0].text == "a"
     assert text.finish().text == "\ufffd"

@@ -62,7 +62,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> list[BaseException]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_64_streams_at_once(echo_server: TritonServer, model: str) -> None:
+def test_a5_22_64_streams_at_once(echo_server: TritonServer, model: str) -> None:
     texts = [f"client {i}: ä€😀 " + "0123456789"[i % 10] * (i % 7) for i in range(CLIENTS)]
     seen: dict[int, str] = {}
 

@@ -59,7 +59,7 @@ def test_batches_must_agree() -> None:
         )
 
 
-def test_mistyped_fields() -> None:
+def test_a5_23_mistyped_fields() -> None:
     names = [f.name for f in REQUEST]
     check_parameters("{}", names)
     check_parameters('{"sequence_id": 1, "triton_x": 2, "id": "a"}', names)

@@ -36,13 +36,13 @@ def test_bad_layout_is_refused(array: list[list[int]]) -> None:
     assert caught.value.where == "stop_words_list"
 
 
-def test_bad_words_cover_the_middle_of_a_sentence() -> None:
+def test_a5_12_bad_words_cover_the_middle_of_a_sentence() -> None:
     assert words.bad_sequences(BYTES, ["ab"]) == [[97, 98], [32, 97, 98]]
     # A word that begins with a space has one form.
     assert words.bad_sequences(BYTES, [" a"]) == [[32, 97]]
 
 
-def test_both_forms_of_a_word_where_a_space_is_part_of_it(pieces_tokenizer: Path) -> None:
+def test_a5_12_both_forms_of_a_word_where_a_space_is_part_of_it(pieces_tokenizer: Path) -> None:
     # A5.12: in front of "London" stands a space, in a sentence and at its beginning, or none.
     tokenizer = open_with_transformers(pieces_tokenizer)
     ids = [tokenizer.token_id(p) for p in ("▁London", "London")]
@@ -55,13 +55,13 @@ def test_both_forms_of_a_word_where_a_space_is_part_of_it(pieces_tokenizer: Path
 
 
 @pytest.mark.parametrize("word", [" ", "\n", "\t "])
-def test_white_space_cannot_be_banned(word: str) -> None:
+def test_a5_13_white_space_cannot_be_banned(word: str) -> None:
     with pytest.raises(UsageError) as caught:
         words.bad_sequences(BYTES, [word])
     assert caught.value.where == "bad_words"
 
 
-def test_newlines_and_commas_are_kept() -> None:
+def test_a5_11_newlines_and_commas_are_kept() -> None:
     assert words.check_words("stop_words", ["\n", "a,b", "", "\n"]) == ("\n", "a,b")
     assert words.stop_sequences(BYTES, ["\n"]) == [[10]]
 
@@ -73,7 +73,7 @@ def test_limits() -> None:
         words.check_words("stop_words", ["x" * 5000])
 
 
-def test_words_have_no_special_tokens(character_tokenizer: Path) -> None:
+def test_a5_11_words_have_no_special_tokens(character_tokenizer: Path) -> None:
     tokenizer = open_with_transformers(character_tokenizer)
     assert tokenizer.encode("ab", True, False).ids == [1, 10, 11, 2]
     assert words.stop_sequences(tokenizer, ["ab", "c"]) == [[10, 11], [12]]

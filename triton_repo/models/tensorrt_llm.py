@@ -38,6 +38,8 @@ _PUBLIC = {f.tensorrt_llm: f.name for f in REQUEST if f.tensorrt_llm is not None
 _FIELDS = {t.name: Field(_PUBLIC.get(t.name, t.name), t.dtype, t.dims) for t in GENERATION_INPUTS}
 _WORD_LISTS = ("stop_words_list", "bad_words_list")
 _FEATURES = "input_features"
+# Arrays whose entries belong to prompt tokens, and the numbers in one entry.
+_PARALLEL = {"attention_mask": 1, "prompt_token_offsets": 2}
 
 
 class TensorrtLlm:
@@ -131,6 +133,13 @@ class TensorrtLlm:
             raise problem(
                 "input_lengths", "is out of range", expected=f"1 to {len(padded)}", found=length
             )
+        for name, width in _PARALLEL.items():
+            entries = len(row[name]) // width if name in row else len(padded)
+            if entries != len(padded):
+                raise problem(
+                    name, "does not have one entry per prompt token",
+                    expected=f"{len(padded)} entries", found=entries,
+                )  # fmt: skip
         ids = padded[:length]
         vocabulary = self._parameters.vocab_size
         if min(ids) < 0 or max(ids) >= vocabulary:
