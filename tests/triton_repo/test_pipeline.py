@@ -341,7 +341,7 @@ def test_request_options_need_trust() -> None:
 
 
 @pytest.mark.parametrize("parts", [True, False])
-def test_a5_14_begin_token_once_in_a_chat_with_images(
+def test_a5_14_begin_token_once_in_a_chat_with_media(
     character_tokenizer: Path, parts: bool
 ) -> None:
     tokenizer = open_with_transformers(character_tokenizer)
