@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -29,6 +29,8 @@ _ALIASES = {
     "W4A16_NVFP4": "NVFP4",
 }
 _TABLE_TYPES = {"float8_e4m3fn": "FP8", "nvfp4": "NVFP4"}
+# compressed-tensors' name of the class of all linear layers.
+_ALL = "Linear"
 _KNOWN = ("NVFP4", "FP8", "FP8_BLOCK_SCALES", MIXED)
 _CORRECT = "correct the configuration; the tensors decide, it only has to agree with them"
 _USE_ANOTHER = "use a checkpoint in BF16, FP8 or NVFP4"
@@ -59,6 +61,7 @@ class Claims:
         whole: of the whole model, None when only modules are named.
         modules: canonical module name -> format; covers everything below it.
         excluded: patterns of modules that are said to be plain.
+        groups: patterns of modules, or "Linear" for all others, and their format.
         suffixes: an excluded name also means every module whose name ends in it.
         included: parts of names of modules that are said to be quantised although they are not
             linear layers.
@@ -72,6 +75,7 @@ class Claims:
     whole: Declared | None
     modules: Mapping[str, Declared] = field(default_factory=dict)
     excluded: Sequence[str] = ()
+    groups: Sequence[tuple[Sequence[str], Declared]] = ()
     suffixes: bool = False
     included: Sequence[str] = ()
     all_linears: bool = True
@@ -144,7 +148,8 @@ def compare(
         all_names: names of all tensors on disk, which patterns may mean.
         canonical: removes the prefixes of classes and exporters.
     """
-    spellings = _Spellings(all_names, canonical) if any(c.excluded for c in claims) else None
+    asked = any(claim.excluded or claim.groups for claim in claims)
+    spellings = _Spellings(all_names, canonical) if asked else None
     problems: list[Problem] = []
     notes: list[str] = []
     entries = _Entries(modules)
@@ -162,7 +167,15 @@ def compare(
             if spellings is not None
             and not any(map(spellings.match, _alternatives(pattern, claim)))
         ]
-        notes += _disagreements(claim, modules, entries, canonical)
+        notes += [
+            f"target {pattern!r} matches nothing ({claim.where})"
+            for targets, _ in claim.groups
+            for pattern in targets
+            if spellings is not None and pattern != _ALL and not spellings.match(pattern)
+        ]
+        excluded = _excluded(claim, modules, canonical)
+        problems += _check_groups(claim, modules, excluded)
+        notes += _disagreements(claim, modules, entries, excluded)
     notes += _unequal_files(claims, canonical)
     return Comparison(problems, notes + _undeclared(claims, modules))
 
@@ -218,34 +231,60 @@ def _check_model(claim: Claims, modules: Sequence[Module]) -> Iterator[Problem]:
             yield _contradiction(claim, module, claim.whole)
 
 
-def _disagreements(
-    claim: Claims,
-    modules: Sequence[Module],
-    entries: _Entries,
-    canonical: Callable[[str], str],
-) -> list[str]:
-    """Linear layers that are not as patterns or one name for the whole model have it."""
+def _excluded(
+    claim: Claims, modules: Sequence[Module], canonical: Callable[[str], str]
+) -> set[str]:
+    """Target names of the linear layers that a declaration excludes."""
     patterns = [
         form
         for pattern in claim.excluded
         for alternative in _alternatives(pattern, claim)
         for form in _forms(alternative, canonical)
     ]
-    linear = [module for module in modules if module.scope is not None]
-    excluded = {
-        module
-        for module in linear
-        if any(_matches(pattern, _prefixed(module.source[0])) for pattern in patterns)
+    return {
+        module.target
+        for module in modules
+        if module.scope is not None
+        and any(_matches(pattern, _prefixed(module.source[0])) for pattern in patterns)
     }
-    groups = {"excluded but quantised": [m for m in linear if m.stored and m in excluded]}
+
+
+def _group_of(claim: Claims, module: Module) -> Declared | None:
+    """The format of the group that a module is in; names count before the class."""
+    spellings = _prefixed(module.source[0])
+    for targets, declared in claim.groups:
+        if any(_matches(pattern, spellings) for pattern in targets):
+            return declared
+    return next((declared for targets, declared in claim.groups if _ALL in targets), None)
+
+
+def _check_groups(
+    claim: Claims, modules: Sequence[Module], excluded: Collection[str]
+) -> Iterator[Problem]:
+    if claim.whole is None or claim.whole.algorithm != MIXED:
+        # Groups of one format are a claim about the whole model.
+        return
+    for module in modules:
+        if module.stored and module.scope is not None and module.target not in excluded:
+            declared = _group_of(claim, module)
+            if declared is not None and not declared.is_of(module):
+                yield _contradiction(claim, module, declared)
+
+
+def _disagreements(
+    claim: Claims, modules: Sequence[Module], entries: _Entries, excluded: Collection[str]
+) -> list[str]:
+    """Linear layers that are not as patterns or one name for the whole model have it."""
+    linear = [module for module in modules if module.scope is not None]
+    groups = {"excluded but quantised": [m for m in linear if m.stored and m.target in excluded]}
     if claim.whole is not None and claim.whole.algorithm == MIXED and claim.all_linears:
         listed = {m.target for name in claim.modules for m in entries.covered(name)}
         groups["quantised but not listed"] = [
-            m for m in linear if m.stored and m not in excluded and m.target not in listed
+            m for m in linear if m.stored and m.target not in excluded and m.target not in listed
         ]
     elif claim.whole is not None and claim.whole.algorithm != MIXED:
         if claim.all_linears:
-            plain = [m for m in linear if m.stored is None and m not in excluded]
+            plain = [m for m in linear if m.stored is None and m.target not in excluded]
             groups[f"declared {claim.whole.algorithm} but plain"] = plain
         if claim.activations:
             groups["without scales of activations, which the algorithm declares"] = [
@@ -349,8 +388,7 @@ def _modelopt(block: Mapping[str, Any], where: str, canonical: Callable[[str], s
 
 def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
     groups = _mapping(block.get("config_groups"), f"{where}.config_groups")
-    found = set()
-    targets: list[str] = []
+    found: list[tuple[list[str], Declared]] = []
     for name, group in groups.items():
         place = f"{where}.config_groups.{name}"
         weights = _mapping(_mapping(group, place).get("weights"), f"{place}.weights")
@@ -365,14 +403,15 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> Claims:
                 fix=_USE_ANOTHER,
             )
         size = weights.get("group_size") if algorithm == "NVFP4" else None
-        found.add(Declared(algorithm, _group_size(size, f"{place}.weights")))
-        targets += _names(_mapping(group, place), "targets", place)
+        targets = _names(_mapping(group, place), "targets", place)
+        found.append((targets, Declared(algorithm, _group_size(size, f"{place}.weights"))))
+    formats = {declared for _, declared in found}
     return Claims(
         where,
-        found.pop() if len(found) == 1 else Declared(MIXED),
+        formats.pop() if len(formats) == 1 else Declared(MIXED),
+        groups=found,
         excluded=_names(block, "ignore", where),
-        # Of several groups, which one a layer is in is not looked up.
-        all_linears="Linear" in targets and len(groups) == 1,
+        all_linears=len(found) == 1 and _ALL in found[0][0],
         kv_cache=_cache_scheme(block, where),
     )
 

@@ -672,7 +672,7 @@ def test_scales_of_activations_are_reciprocals_too(tmp_path: Path):
 
 
 def test_several_groups_of_compressed_tensors(tmp_path: Path):
-    """NVFP4 experts, block FP8 and per-tensor FP8 linears; targets are not looked up."""
+    """NVFP4 experts, block FP8 and per-tensor FP8 linears: each layer is held to its own group."""
 
     def group(targets: str, bits: int, strategy: str, size: int | None = None) -> Any:
         weights = {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": size}
@@ -707,6 +707,23 @@ def test_several_groups_of_compressed_tensors(tmp_path: Path):
         checkpoint.config["quantization_config"]["config_groups"] = {"group_0": wrong}
         with pytest.raises(InputError, match=message):
             plan_conversion(checkpoint.write(tmp_path / message), tmp_path / "again")
+    block = checkpoint.config["quantization_config"]
+    # A name counts before the class; what no group names is told.
+    block["config_groups"] = {
+        "group_0": group("Linear", 4, "tensor_group", 16),
+        "group_1": group("re:.*(q|o)_proj", 8, "block"),
+        "group_2": group("re:.*none", 8, "tensor"),
+    }
+    with pytest.raises(InputError, match="contradict each other") as caught:
+        plan_conversion(checkpoint.write(tmp_path / "linear"), tmp_path / "again")
+    assert "layers.3.self_attn.v_proj" in (caught.value.where or "")
+    assert caught.value.expected == "NVFP4 in groups of 16, as declared"
+    block["ignore"] += ["re:.*v_proj"]
+    notes = plan_conversion(checkpoint.write(tmp_path / "ignored"), tmp_path / "again").notes
+    assert [note.split(" (")[0] for note in notes] == [
+        "target 're:.*none' matches nothing",
+        "excluded but quantised: layers.3.self_attn.v_proj",
+    ]
     mxfp8 = group("Linear", 8, "group", 32)
     checkpoint.config["quantization_config"] |= {
         "format": "mxfp8-quantized",
