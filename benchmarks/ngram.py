@@ -5,7 +5,8 @@
 Writes the data once (really, no holes) and reads it as a BF16, an FP8 and an NVFP4 table of that
 size, by the constants of the released model with as many rows per hash head as fit. Tokens are
 random, so nearly every row is another page: the worst case. "Warm" means preloaded, as a server
-does it, and gathered by compiled code (standard error tells) or, in turn with it, by numpy; "small
+does it, and gathered by compiled code (standard error tells; of NVFP4 from the copy with codes and
+scales side by side) or, in turn with it, from the file with both apart and by numpy; "small
 pages" read and mapped as other files are; "not mapped" in the page cache only; "cold" on disk only.
 With a tokenizer (`benchmarks.vocabulary`) also 64 places of real texts, step by step.
 """
@@ -200,14 +201,30 @@ def milliseconds(calls: Iterable[Call]) -> str:
     return written([timed(call) for call in calls])
 
 
-def both(gather: NgramGather, calls: Iterable[Call]) -> list[str]:
-    """Calls by compiled code and by numpy in turn: the machine's bad moments hit both."""
-    compiled, times = gather._compiled, ([], [])
+def in_turn(gather: NgramGather, calls: Iterable[Call]) -> list[str]:
+    """By compiled code, by it from rows that lie apart, by numpy: bad moments hit all of them."""
+    joined, compiled = gather._joined, gather._compiled
+    ways = [(joined, compiled), (None, compiled), (None, None)]
+    if joined is None:
+        del ways[0]
+    times: list[list[float]] = [[] for _ in ways]
     for number, call in enumerate(calls):
-        gather._compiled = None if number % 2 else compiled
-        times[number % 2].append(timed(call))
-    gather._compiled = compiled
-    return [written(one) for one in times]
+        gather._joined, gather._compiled = ways[number % len(ways)]
+        times[number % len(ways)].append(timed(call))
+    gather._joined, gather._compiled = joined, compiled
+    cells = [written(one) for one in times]
+    return cells if joined else [cells[0], "", cells[1]]
+
+
+def meanwhile(gather: NgramGather, calls: Calls) -> list[str]:
+    """Decode steps while codes and scales are copied side by side, and how long that takes."""
+    if gather._joining is None:
+        return ["", ""]
+    start = time.perf_counter()
+    times = [timed(calls.decode(gather))]
+    while gather._joining.is_alive():
+        times.append(timed(calls.decode(gather)))
+    return [written(times), f"{time.perf_counter() - start:.1f}"]
 
 
 def measure(path: Path, kind: str, size: int, texts: list[npt.NDArray[np.int64]]) -> list[str]:
@@ -231,11 +248,12 @@ def measure(path: Path, kind: str, size: int, texts: list[npt.NDArray[np.int64]]
         start = time.perf_counter()
         print(gather.preload(), file=sys.stderr)
         loads.append(f"{time.perf_counter() - start:.1f}")
-    warm = both(gather, (calls.decode(gather) for _ in range(2000)))
-    warm_text = both(gather, calls.text(gather, texts)) if texts else ["", ""]
-    prompt = both(gather, (calls.prompt(gather) for _ in range(20)))
+        copying = meanwhile(gather, calls)
+    warm = in_turn(gather, (calls.decode(gather) for _ in range(3000)))
+    warm_text = in_turn(gather, calls.text(gather, texts)) if texts else [""] * 3
+    prompt = in_turn(gather, (calls.prompt(gather) for _ in range(30)))
     cells += [*warm, *warm_text, small, unmapped, cold]
-    return [*cells, *prompt, cold_prompt, cold_chunks, *loads]
+    return [*cells, *prompt, cold_prompt, cold_chunks, *loads, *copying]
 
 
 def main() -> None:
@@ -252,9 +270,12 @@ def main() -> None:
         write_data(arguments.file, size)
     texts = read_texts(arguments.text) if arguments.text else []
     print("ms, median (fastest)\n")
-    names = ["table", "GB", "decode warm", "by numpy", "text warm", "by numpy", "small pages"]
-    names += ["not mapped", "cold", "4096 warm", "by numpy", "cold"]
+    names = ["table", "GB"]
+    for name in ("decode warm", "text warm"):
+        names += [name, "apart", "by numpy"]
+    names += ["small pages", "not mapped", "cold", "4096 warm", "apart", "by numpy", "cold"]
     names += ["cold in chunks of 512, 200 ms apart", "preload s", "again s"]
+    names += ["decode while copying", "copying s"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for kind in arguments.only:
         print(f"| {' | '.join(measure(arguments.file, kind, size, texts))} |", flush=True)

@@ -85,7 +85,8 @@ class _Table(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "values")),
-        *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "blocks")),
+        *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "code_stride")),
+        *((name, ctypes.c_int64) for name in ("blocks", "scale_stride")),
         *((name, ctypes.c_void_p) for name in ("multipliers", "sizes", "offsets")),
         *((name, ctypes.c_int64) for name in ("orders", "heads", "eos")),
     )
@@ -95,7 +96,8 @@ class CompiledGather:
     """Hashes, gathers and decodes rows of one table. Other threads run meanwhile.
 
     Args:
-        parts: the mapped rows, uint8 [rows, row bytes]; of NVFP4 also the scales [rows, blocks].
+        parts: the rows, uint8 [rows, row bytes]; of NVFP4 also the scales [rows, blocks]. Rows may
+            lie apart from each other, as columns of a wider array do.
         values: what codes mean, of a type of 16 bits: FP8 [256], NVFP4 [256 scales, 16 codes]. None
             for rows that are copied.
         constants: of the hash.
@@ -115,9 +117,9 @@ class CompiledGather:
     ) -> None:
         codes, *scales = parts
         blocks = scales[0].shape[1] if scales else 0
-        _require("codes", codes, (len(codes), 8 * blocks or codes.shape[1]), np.uint8)
+        _require_rows("codes", codes, (len(codes), 8 * blocks or codes.shape[1]))
         for part in scales:
-            _require("scales", part, (len(codes), blocks), np.uint8)
+            _require_rows("scales", part, (len(codes), blocks))
         self._out_bytes = codes.shape[1]
         meanings: Bytes | None = None
         if values is not None or scales:
@@ -135,7 +137,9 @@ class CompiledGather:
             values=None if meanings is None else meanings.ctypes.data,
             rows=len(codes),
             row_bytes=codes.shape[1],
+            code_stride=codes.strides[0],
             blocks=blocks,
+            scale_stride=scales[0].strides[0] if scales else 0,
             multipliers=multipliers.ctypes.data,
             sizes=sizes.ctypes.data,
             offsets=offsets.ctypes.data,
@@ -207,6 +211,16 @@ class CompiledGather:
                 found=f"{wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
             )
         return done
+
+
+def _require_rows(what: str, array: Bytes, shape: tuple[int, ...]) -> None:
+    """Bytes of a row in order; rows one behind the other, at any distance."""
+    _require(what, array[:1], (1, shape[1]), np.uint8)
+    if array.shape != shape or array.strides[0] < shape[1]:
+        raise ValueError(
+            f"compiled code takes {what} as rows {list(shape)} one behind the other, "
+            f"not {list(array.shape)} {array.strides[0]} bytes apart"
+        )
 
 
 def _require(what: str, array: Bytes, shape: tuple[int, ...], dtype: type) -> None:

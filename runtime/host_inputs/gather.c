@@ -17,10 +17,10 @@ enum { LINE = 64, PIECE = 128, BLOCK = 16 };
 
 /* The same in `compiled.py`. */
 struct table {
-    const uint8_t *codes;   /* [rows, row_bytes] */
-    const uint8_t *scales;  /* [rows, blocks] of NVFP4, else null */
+    const uint8_t *codes;   /* [rows, row_bytes], a row every code_stride bytes */
+    const uint8_t *scales;  /* [rows, blocks] of NVFP4, every scale_stride bytes; else null */
     const uint16_t *values; /* of codes [256], of NVFP4 [256 scales, 16 codes]; null: rows are copied */
-    int64_t rows, row_bytes, blocks;
+    int64_t rows, row_bytes, code_stride, blocks, scale_stride;
     const int64_t *multipliers; /* [orders + 1], newest token first */
     const int64_t *sizes;       /* [orders, heads] */
     const int64_t *offsets;     /* [orders, heads] */
@@ -50,10 +50,11 @@ void hash_rows(const struct table *t, const int64_t *tokens, const int64_t *cont
     }
 }
 
-static void ask(const uint8_t *table, const int64_t *rows, int64_t count, int64_t bytes) {
+static void ask(const uint8_t *table, int64_t stride, int64_t bytes, const int64_t *rows,
+                int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         if (rows[i] < 0) continue;
-        const uint8_t *row = table + rows[i] * bytes;
+        const uint8_t *row = table + rows[i] * stride;
         const uint8_t *line = row - (uintptr_t)row % LINE;
         for (; line < row + bytes; line += LINE) __builtin_prefetch(line);
     }
@@ -113,18 +114,19 @@ static inline void decode_block(const uint8_t *codes, const uint16_t *values, ui
 }
 
 static void decode(const struct table *t, int64_t row, uint8_t *out, int64_t out_bytes) {
-    const uint8_t *codes = t->codes + row * t->row_bytes;
+    const uint8_t *codes = t->codes + row * t->code_stride;
     if (row < 0)
         memset(out, 0, out_bytes);
     else if (!t->values)
         memcpy(out, codes, out_bytes);
     else if (!t->scales)
         decode_fp8(codes, t->row_bytes, t->values, (uint16_t *)out);
-    else
+    else {
+        const uint8_t *scales = t->scales + row * t->scale_stride;
         for (int64_t block = 0; block < t->blocks; block++)
-            decode_block(codes + block * BLOCK / 2,
-                         t->values + BLOCK * t->scales[row * t->blocks + block],
+            decode_block(codes + block * BLOCK / 2, t->values + BLOCK * scales[block],
                          (uint16_t *)out + block * BLOCK);
+    }
 }
 
 static int64_t nanoseconds(void) {
@@ -144,8 +146,8 @@ int64_t gather_rows(const struct table *t, const int64_t *rows, int64_t count, i
     int64_t first = 0, before = nanoseconds();
     while (first < count) {
         int64_t last = first + PIECE < count ? first + PIECE : count;
-        if (t->scales) ask(t->scales, rows + first, last - first, t->blocks);
-        ask(t->codes, rows + first, last - first, t->row_bytes);
+        if (t->scales) ask(t->scales, t->scale_stride, t->blocks, rows + first, last - first);
+        ask(t->codes, t->code_stride, t->row_bytes, rows + first, last - first);
         for (; first < last; first++) decode(t, rows[first], out + first * out_bytes, out_bytes);
         int64_t now = nanoseconds();
         if (now - before > limit) break;

@@ -8,9 +8,14 @@ before a chunk.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread, get_native_id
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +26,8 @@ from plugins.support.dtypes import BY_NAME
 from plugins.support.errors import CapabilityError, InputError
 from runtime.contract import TOKEN_BLOCK, NgramEmbedding, TensorSpec
 from runtime.host_inputs.compiled import CompiledGather, compile_library
+from runtime.host_inputs.joined import join_rows, reserve
+from runtime.host_inputs.preload import available_bytes, fits
 from runtime.host_inputs.table import StoredTable
 from runtime.rows import Row
 
@@ -29,6 +36,10 @@ Int64 = npt.NDArray[np.int64]
 # 128 rows from memory take a hundredth of this, on a host that takes pages away a fifth; reads of
 # evicted rows from disk more.
 _WAITED_NS = 1_600_000
+_LOWEST_PRIORITY = 19
+_NOT_USED = (
+    "compiled code gives other values side by side, rows are gathered from the file as before"
+)
 
 
 class NgramGather:
@@ -75,6 +86,9 @@ class NgramGather:
                 found=str(self._table.rows),
             )
         self._compiled: CompiledGather | None = None
+        # The same over a copy of the table, once there is one.
+        self._joined: CompiledGather | None = None
+        self._joining: Thread | None = None
         self._reader = ThreadPoolExecutor(1, "ngram-prefetch")
         self._reading: Future[None] | None = None
 
@@ -88,9 +102,9 @@ class NgramGather:
         gathers from it.
         """
         batch, columns = tokens.shape
-        if self._compiled is not None:
+        if compiled := self._joined or self._compiled:
             result = torch.empty(batch, columns, self._width, dtype=self._dtype)
-            self._gather_compiled(self._compiled, (tokens, context, lengths), result)
+            self._gather_compiled(compiled, (tokens, context, lengths), result)
             return result
         ids = row_ids(tokens, self._constants, self.fill, context)
         valid = np.arange(columns) < lengths[:, None]
@@ -130,7 +144,16 @@ class NgramGather:
             return f"{slower}: {'; '.join([error.what, *error.details().values()])}"
         parts = [part.bytes for part in table.parts]
         found = CompiledGather(parts, table.meanings, self._constants, self.fill, library)
-        # What this compiler made of it for this processor was never tried anywhere else.
+        if not self._agrees(found):
+            return f"{slower}: compiled code gives other values here"
+        self._compiled = found
+        return f"rows are gathered by compiled code{self._join(library)}"
+
+    def _agrees(self, compiled: CompiledGather) -> bool:
+        """Whether it gives the values of the way in use.
+
+        What this compiler made of it for this processor was never tried anywhere else.
+        """
         numbers = np.random.default_rng(0)
         tokens = numbers.integers(0, self.fill + 1, (8, 4))
         context = numbers.integers(0, self.fill + 1, (8, self.context_tokens))
@@ -138,11 +161,37 @@ class NgramGather:
         call = tokens, context, np.arange(8) % 5
         expected = self(*call)
         result = torch.empty_like(expected)
-        self._gather_compiled(found, call, result)
-        if not torch.equal(result.view(torch.uint8), expected.view(torch.uint8)):
-            return f"{slower}: compiled code gives other values here"
-        self._compiled = found
-        return "rows are gathered by compiled code"
+        self._gather_compiled(compiled, call, result)
+        return torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
+
+    def _join(self, library: ctypes.CDLL) -> str:
+        """Start to copy codes and scales of a row side by side; what is to be said of it.
+
+        Only where table and copy both fit, and only for compiled code: numpy would copy the whole
+        table to gather from rows that lie apart. Calls use the copy once it is complete.
+        """
+        table = self._table
+        parts = [part.bytes for part in table.parts]
+        total = sum(part.nbytes for part in parts)
+        if len(parts) == 1 or not fits(2 * total, available_bytes()):
+            return ""
+        if (memory := reserve(total)) is None:
+            return ""
+
+        def join() -> None:
+            # Of this thread alone. A start does not wait for it, nor does a step.
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), _LOWEST_PRIORITY)
+            joined = join_rows(parts, memory)
+            found = CompiledGather(joined, table.meanings, self._constants, self.fill, library)
+            if self._agrees(found):
+                self._joined = found
+            else:
+                print(f"n-gram table: {_NOT_USED}", file=sys.stderr, flush=True)
+
+        self._joining = Thread(target=join, name="ngram-join", daemon=True)
+        self._joining.start()
+        return ", codes and scales of a row are being copied side by side"
 
     def _gather_compiled(
         self, compiled: CompiledGather, call: tuple[Int64, Int64, Int64], out: torch.Tensor
@@ -152,8 +201,9 @@ class NgramGather:
         Equal rows are not looked for: the second time the processor's cache has them.
         """
         rows = compiled.hash(*call)
-        done = compiled.gather(rows, out, _WAITED_NS)
-        if done < len(rows):
+        if compiled is self._joined:
+            compiled.gather(rows, out)
+        elif (done := compiled.gather(rows, out, _WAITED_NS)) < len(rows):
             # Evicted since they were preloaded: have the others read side by side.
             left = rows[done:]
             self._table.request(left[left >= 0])

@@ -64,8 +64,22 @@ def table(
     return path
 
 
-def over(stored: StoredTable, options: tuple[str, ...] = OPTIONS) -> CompiledGather:
-    parts = [part.bytes for part in stored.parts]
+def side_by_side(parts: list[np.ndarray], gap: int = 0) -> list[np.ndarray]:
+    """The same rows, all parts of a row together, `gap` bytes between two rows."""
+    rows, widths = len(parts[0]), [part.shape[1] for part in parts]
+    whole = np.full((rows, sum(widths) + gap), 0xA5, np.uint8)
+    views = np.split(whole, np.cumsum(widths), axis=1)[: len(parts)]
+    for view, part in zip(views, parts, strict=True):
+        view[:] = part
+    return views
+
+
+def over(
+    stored: StoredTable,
+    options: tuple[str, ...] = OPTIONS,
+    parts: list[np.ndarray] | None = None,
+) -> CompiledGather:
+    parts = parts or [part.bytes for part in stored.parts]
     return CompiledGather(parts, stored.meanings, CONSTANTS, EOS, compile_library(options))
 
 
@@ -116,15 +130,22 @@ def test_rows_are_those_of_numpy(
     expected = torch.zeros(count, stored.width, dtype=dtype)
     values = torch.empty(int((wanted >= 0).sum()), stored.width, dtype=dtype)
     stored.gather(wanted[wanted >= 0], values)
-    expected[torch.from_numpy(wanted >= 0)] = values
+    # As bytes: torch fills in a single number as a number, so that one NaN becomes another.
+    expected.view(torch.uint8)[torch.from_numpy(wanted >= 0)] = values.view(torch.uint8)
+    parts = [part.bytes for part in stored.parts]
+    gap = data.draw(st.sampled_from([None, 0, 1, 6]))
+    parts = parts if gap is None else side_by_side(parts, gap)
     found = torch.full_like(expected, 3)
-    assert over(stored, options).gather(wanted, found) == count
+    assert over(stored, options, parts).gather(wanted, found) == count
     assert same(found, expected)
 
 
 @needs_compiler
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("options", BOTH)
-def test_every_code_with_every_scale(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_every_code_with_every_scale(
+    tmp_path: Path, options: tuple[str, ...], together: bool
+) -> None:
     code = torch.arange(256, dtype=torch.uint8)
     pairs = code.repeat(256, 8, 1).transpose(1, 2).reshape(-1, 256 * 8)
     scales = code[:, None].repeat(1, 256)
@@ -143,18 +164,16 @@ def test_every_code_with_every_scale(tmp_path: Path, options: tuple[str, ...]) -
         expected = torch.empty(stored.rows, stored.width, dtype=torch.bfloat16)
         found = torch.empty_like(expected)
         stored.gather(np.arange(stored.rows), expected)
-        over(stored, options).gather(np.arange(stored.rows), found)
+        parts = [part.bytes.copy() for part in stored.parts]
+        bent = side_by_side(parts) if together else parts
+        over(stored, options, bent).gather(np.arange(stored.rows), found)
         assert same(found, expected)
         assert expected.isnan().any()
         # One other code or scale is something else.
         row = min(8, stored.rows - 1)
-        bent = [part.bytes.copy() for part in stored.parts]
         for part in bent:
             part[row, -1] ^= 9
-            compiled = CompiledGather(
-                bent, stored.meanings, CONSTANTS, EOS, compile_library(options)
-            )
-            compiled.gather(np.arange(stored.rows), found)
+            over(stored, options, bent).gather(np.arange(stored.rows), found)
             assert not same(found, expected)
             part[row, -1] ^= 9
 
@@ -239,6 +258,9 @@ def test_arrays_of_other_shapes_and_types_are_refused(tmp_path: Path) -> None:
     for parts, values, constants in (
         ([codes[:, :15], scales], meanings, CONSTANTS),
         ([codes, scales[:39]], meanings, CONSTANTS),
+        ([codes, scales[::-1]], meanings, CONSTANTS),
+        ([codes, np.broadcast_to(scales[0], scales.shape)], meanings, CONSTANTS),
+        ([np.asfortranarray(codes), scales], meanings, CONSTANTS),
         ([codes[:, ::2]], meanings[0].repeat(16), CONSTANTS),
         ([codes, scales], None, CONSTANTS),
         ([codes, scales], meanings[:, :8], CONSTANTS),
@@ -257,7 +279,7 @@ def test_a_preloaded_table_is_gathered_by_compiled_code(
 ) -> None:
     path = table(tmp_path / "t", kind, CONSTANTS.rows, 6)
     by_numpy, gather = opened(path), opened(path)
-    assert gather.preload().endswith("; rows are gathered by compiled code")
+    assert "; rows are gathered by compiled code" in gather.preload()
     expected = by_numpy(*call())
     monkeypatch.setattr(StoredTable, "gather", lambda *_: pytest.fail("numpy gathered"))
     assert same(gather(*call()), expected)
@@ -278,7 +300,7 @@ def test_what_compiled_code_does_not_do_stays_with_numpy(
 def test_evicted_rows_are_requested_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = table(tmp_path / "t", "nvfp4", CONSTANTS.rows, 2)
+    path = table(tmp_path / "t", "fp8", CONSTANTS.rows, 6)
     by_numpy, gather = opened(path), opened(path)
     gather.preload()
     requested: list[np.ndarray] = []
@@ -301,10 +323,10 @@ def test_evicted_rows_are_requested_together(
     ("kind", "right", "wrong"),
     [
         ("nvfp4", "four(code, 4, values)", "four(code >> 4 | code << 12, 4, values)"),
-        ("nvfp4", "t->scales[row * t->blocks + block]", "t->scales[row * t->blocks]"),
+        ("nvfp4", "BLOCK * scales[block]", "BLOCK * scales[0]"),
         ("fp8", "four(code, 8, values)", "four(code & 0x7fffffff, 8, values)"),
         ("fp8", "out[at] = values[codes[at]]", "out[at] = 0"),
-        ("bf16", "row * t->row_bytes", "(row ^ 1) * t->row_bytes"),
+        ("bf16", "t->codes + row * t->code_stride", "t->codes + (row ^ 1) * t->code_stride"),
         ("bf16", "ended |= older == t->eos", "ended = older == t->eos"),
         ("bf16", "ended ? t->eos : older", "older"),
         ("bf16", "rest + t->offsets[of]", "rest"),
