@@ -59,6 +59,11 @@ NUMBERS: list[Any] = [
     0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 2**40, 2**63, 2**64 - 1,
     2**64, 1e30, -1e30, 0.5, -0.0, 1e-45,
 ]  # fmt: skip
+# One pixel.
+PNG = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAA"
+    "AgABSK+kcQAAAABJRU5ErkJggg=="
+)
 JSONS = [
     "", "{", "[]", "{}", "null", "[null]", "[1]", '"x"', "[[]]", '[{"role": "user"}]',
     '{"a": {"b": []}}',
@@ -69,6 +74,10 @@ JSONS = [
     '{"a":' * 2000,
     '{"videos_kwargs": 5}', '{"size": {"longest_edge": -1}}', '[{"modality": "image"}]',
     '[{"modality": "image", "offset": -1, "length": 1, "key": 1}]', '{"messages": 1}',
+    '[{"type": "image_url", "image_url": {"url": "http://[64:ff9b::7f00:1]/x", "fps": {}}}]',
+    '[{"type": "image", "image": "PNG", "max_pixels": "x"}]'.replace("PNG", PNG),
+    '[{"type": "image", "image": "PNG", "size": {"longest_edge": [1]}}]'.replace("PNG", PNG),
+    '[{"type": "video", "video": "PNG", "max_pixels": 1e400}]'.replace("PNG", PNG),
     "1e999", "[NaN]", '{"key": "a", "number": 5}', '{"key": "a"}', '{"context": [-1]}',
     '{"text": {"tools": "x"}}', '{"text": {"reasoning": "open"}}', '{"window": 0}',
     '{"prompt_length": 99}',

@@ -285,6 +285,9 @@ def test_options_of_an_item_are_heard_by_its_count_and_its_key(modality: str) ->
     by_item, by_request = one(small, {}), one({}, {f"{modality}s_kwargs": small})
     assert by_item == by_request
     assert by_item.tokens <= 16 < one({}, {}).tokens
+    with pytest.raises(UsageError) as caught:
+        one({"max_pixels": "x"}, {})
+    assert caught.value.where == f"{modality}_url: mm_processor_kwargs max_pixels"
     # It is the innermost scope, for its own item only.
     both = load_media(
         [MediaReference(modality, data=content, options=o) for o in (small, {})],

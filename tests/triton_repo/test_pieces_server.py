@@ -167,12 +167,15 @@ def test_a5_14_one_begin_token_on_every_path(
     server: TritonServer, tokenizer: Tokenizer, model: str
 ) -> None:
     thinking = {"chat_template_kwargs": '{"style": ""}'}
+    urls = [picture()["image_url"]["url"]] * 2
     for body, begins in (
         ({"text_input": "Hello"}, 1),
         ({"text_input": "Hello", "add_special_tokens": False}, 0),
         (chat("Hello") | thinking, 1),
         (chat("Hello") | thinking | {"add_special_tokens": True}, 2),
         (chat("Hello", picture()) | thinking, 1),
+        ({"text_input": "Hello", "image_url_input": urls}, 1),
+        ({"text_input": "Hello", "image_url_input": urls, "add_special_tokens": False}, 0),
         ({"content_parts": '["Hello"]'}, 0),
         ({"content_parts": '["Hello", "Hello"]', "add_special_tokens": True}, 1),
     ):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from plugins.support.errors import UsageError
 from triton_repo.frontend.chat import MediaReference
 from triton_repo.frontend.fetch import FetchLimits, RequestFetches
 from triton_repo.frontend.geometry import MAX_ASPECT_RATIO, VisionGeometry
@@ -113,7 +114,13 @@ def load_media(
             raise problem(reference.named, "is empty")
         # An item's own options are the innermost scope, for its tokens and for its key.
         effective = merge(kwargs, {SCOPES[modality]: own}) if own else kwargs
-        tokens = _count_tokens(reference, content, effective, geometry)
+        try:
+            tokens = _count_tokens(reference, content, effective, geometry)
+        except UsageError as error:
+            if own and error.where != reference.named:
+                # What is wrong with the options is wrong with the item that brought them.
+                error.where = f"{reference.named}: {error.where}"
+            raise
         if tokens > policy.max_item_tokens:
             raise problem(
                 reference.named,
