@@ -34,7 +34,7 @@ KNOWN_PARAMETERS = frozenset(
     }
 )
 # Fields whose bytes are data, not text.
-BINARY_FIELDS = frozenset({"image_bytes_input"})
+BINARY_FIELDS = frozenset({"image_bytes_input", "video_bytes_input"})
 # Fields that stay arrays: too many values to be made Python numbers.
 ARRAY_FIELDS = frozenset({"audio_samples", "input_features"})
 

@@ -78,6 +78,7 @@ REQUEST: tuple[Field, ...] = (
     _same("mm_processor_kwargs", "STRING"),
     _same("image_url_input", "STRING", (-1,)),
     _same("image_bytes_input", "STRING", (-1,)),
+    _same("video_bytes_input", "STRING", (-1,)),
     _same("audio_bytes", "UINT8", (-1,)),
     _same("audio_url", "STRING", (-1,)),
     _same("audio_samples", "FP32", (-1,)),

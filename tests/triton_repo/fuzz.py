@@ -302,9 +302,8 @@ def _fitting(value: Any, dtype: str) -> Any:
         return 0
     if dtype in ("FP32", "BOOL"):
         return value
-    bits = 32 if dtype == "INT32" else 64
-    low, high = (0, 2**64 - 1) if dtype == "UINT64" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    return int(min(max(value, low), high))
+    limits = np.iinfo(NUMPY[dtype])
+    return int(min(max(value, int(limits.min)), int(limits.max)))
 
 
 def processes(server: TritonServer) -> dict[int, str]:

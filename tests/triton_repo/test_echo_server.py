@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+import soundfile
 import tritonclient.grpc as grpcclient
 from PIL import Image
 
@@ -553,6 +554,52 @@ def test_s14_images_do_not_share_cache_blocks(echo_server: TritonServer, model: 
     assert echo_ids(first) == echo_ids(other)
     assert (first["kv_cache_reused_blocks"], other["kv_cache_reused_blocks"]) == (0, 0)
     assert same["kv_cache_reused_blocks"] > 0
+
+
+@both
+def test_media_come_by_url_by_data_uri_or_in_tensors(echo_server: TritonServer, model: str) -> None:
+    sound = io.BytesIO()
+    soundfile.write(sound, np.zeros(8000, np.float32), 16000, format="WAV")
+    files = {
+        "image": base64.b64decode(picture("PNG").partition(",")[2]),
+        "video": base64.b64decode(picture("GIF", frames=4).partition(",")[2]),
+        "audio": sound.getvalue(),
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = files[self.path[1:]]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    for modality, data in files.items():
+        uri = f"data:x/y;base64,{base64.b64encode(data).decode()}"
+        url = f"http://127.0.0.1:{web.server_port}/{modality}"
+        tensor = f"{modality}_bytes" if modality == "audio" else f"{modality}_bytes_input"
+        value = list(data) if modality == "audio" else [data]
+        part = {"type": f"{modality}_url"}
+        bodies: list[dict[str, Any]] = [
+            {"content_parts": json.dumps([part | {f"{modality}_url": place}, "x"])}
+            for place in (url, uri)
+        ]
+        bodies.append({"text_input": "x", tensor: value})
+        found = []
+        for body in bodies:
+            with grpc_stream(echo_server, body | {"max_tokens": 1}, model) as stream:
+                (result,) = stream.collect()
+            found.append(json.loads(result.as_numpy("ECHO_MEDIA").item()))
+        assert [(m["modality"], m["offset"]) for m in found[0]] == [(modality, 0)]
+        assert found[0][0]["length"] > 1
+        assert found[0] == found[1] == found[2]
+    web.shutdown()
+    web.server_close()
 
 
 @both

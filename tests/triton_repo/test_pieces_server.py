@@ -106,7 +106,8 @@ def test_a5_24_both_end_ids_of_the_generation_config_end(
 ) -> None:
     hello, world = pieces(tokenizer, "▁Hello", "▁world")
     ids = [hello, end, world]
-    body = {"text_input": ".", "echo_output_ids": ids, "max_tokens": 9}
+    # Without the server's stop words: then the classic tensors alone say where to end.
+    body = {"text_input": ".", "echo_output_ids": ids, "max_tokens": 9, "stop_words": []}
     for answer in (ok(server, body, model), list(generate_stream(server, body, model))[-1]):
         assert answer["finish_reason"] == "stop"
     answer = ok(server, body | {"return_num_output_tokens": True}, model)

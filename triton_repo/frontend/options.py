@@ -45,6 +45,7 @@ PROMPT_VALUES = frozenset(
         "mm_features",
         "image_url_input",
         "image_bytes_input",
+        "video_bytes_input",
         "audio_bytes",
         "audio_url",
         "audio_samples",

@@ -217,8 +217,9 @@ def _media_in_tensors(row: Row) -> list[chat.MediaReference]:
         for url in row.get("image_url_input", ())
     ]
     media += [
-        chat.MediaReference("image", data=data, parameter="image_bytes_input")
-        for data in row.get("image_bytes_input", ())
+        chat.MediaReference(modality, data=data, parameter=f"{modality}_bytes_input")
+        for modality in ("image", "video")
+        for data in row.get(f"{modality}_bytes_input", ())
     ]
     media += [
         chat.MediaReference("audio", url, parameter="audio_url") for url in row.get("audio_url", ())
