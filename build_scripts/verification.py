@@ -33,6 +33,7 @@ from build_scripts.scores import (
 from build_scripts.taps import TapExecutor
 from build_scripts.verdict import Control, Result
 from converters.checkpoint.config import parse_config
+from converters.controls import storage_controls
 from converters.reference import (
     DRAFT_REFERENCE,
     HEARING_REFERENCE,
@@ -177,7 +178,7 @@ def verify(engine_dir: Path, hf_dir: Path) -> Result:
         return scores, differences
 
     phases: tuple[Phase, ...] = (*PHASES, "draft") if "draft" in expected else PHASES
-    controls = controls_module.negative_controls(checkpoint_config)
+    controls = controls_module.negative_controls(checkpoint_config) + storage_controls(weights)
     controls = [c for c in controls if c.phase in phases]
     with progress("verify", 2 + len(controls)) as reporter:
         definition, audio = compare(phases, weights, hosts, promote=True)
@@ -239,11 +240,11 @@ def _mistaken_hosts(
     described = control.host_inputs([host.model_dump() for host in config.host_inputs])
     mistaken = EngineConfig.model_validate(config.model_dump() | {"host_inputs": described})
     names = [host.table for host in mistaken.host_inputs if isinstance(host, NgramEmbedding)]
-    if not any(name in changed for name in names):
-        yield open_host_inputs(mistaken, engine_dir)
-        return
     # A quantised table has its scales beside it.
     modules = tuple(name.rpartition(".")[0] + "." for name in names)
+    if not any(name.startswith(modules) for name in changed):
+        yield open_host_inputs(mistaken, engine_dir)
+        return
     tables = {n: tensor.contiguous() for n, tensor in weights.items() if n.startswith(modules)}
     with TemporaryDirectory(prefix="build-engine-verify-") as directory:
         save_file(tables, Path(directory) / config.weights.file)
