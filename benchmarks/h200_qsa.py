@@ -615,6 +615,8 @@ def prefill_borders() -> dict[str, Any]:
     tokens = ref.expand_tokens(blocks.long(), position.long(), 4)
     q = randn(slots, 24, steps, 256)
     gate = randn(slots, steps, 6144)
+    # Shut, and wide open.
+    gate[0, ::3], gate[0, 1::3] = -200.0, 200.0
     finite = (key.nan_to_num(), value.nan_to_num())
     right = ref.attend(q, *finite, tokens, scale=1 / 16, gate=gate)
     errors = {}
