@@ -14,7 +14,7 @@ from converters.checkpoint.convert import check_declared_dtype, most_stored_dtyp
 from converters.checkpoint.match import Problem, problem_lines
 from converters.checkpoint.resolve import resolve
 from converters.checkpoint.source import SourceCheckpoint
-from converters.quantization.declared import compare, read_claims
+from converters.quantization.declared import Claims, Comparison, compare, read_claims
 from converters.quantization.summary import summarise
 from converters.registry import family_for, model_type_of
 from plugins.support.dtypes import COMPUTE_DTYPES
@@ -76,13 +76,15 @@ def examine(source: SourceCheckpoint) -> Examination:
         check_declared_dtype(source, dtype)
     except InputError as error:
         problems.append(Problem("", error))
+    claims: list[Claims] | None = None
     try:
         claims = read_claims(source, plan.canonical)
     except InputError as error:
         problems.append(Problem("", error))
-        claims = []
-    resolved = resolve(source, plan, dtype, strict=True, claims=claims)
-    compared = compare(claims, resolved.modules, source.tensors, plan.canonical)
+    resolved = resolve(source, plan, dtype, strict=True, claims=claims or ())
+    compared = Comparison([], [])
+    if claims is not None:
+        compared = compare(claims, resolved.modules, source.tensors, plan.canonical)
     for module in resolved.modules:
         kind = module.stored, module.stored_group_size
         result.stored += [_stored(source, plan.names, name, *kind) for name in module.source]

@@ -164,6 +164,7 @@ def test_configurations_that_stop_a_conversion(
     assert len(found.errors) == 1
     assert message in found.errors[0]
     assert bool(found.stored) == has_table
+    assert not any("declared nowhere" in note for note in found.notes)
     with pytest.raises(InputError) as caught:
         plan_conversion(source, tmp_path / "ckpt")
     assert message in str(caught.value)

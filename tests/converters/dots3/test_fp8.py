@@ -15,6 +15,7 @@ from torch import Tensor
 from converters.checkpoint.config import WEIGHTS_FILE, read_config
 from converters.checkpoint.convert import convert
 from converters.checkpoint.export_hf import export_hf
+from converters.controls import storage_controls
 from converters.definition import EngineLimits
 from converters.dots3.config import Dots3CheckpointConfig
 from converters.dots3.controls import negative_controls
@@ -239,10 +240,13 @@ def test_every_typical_mistake_is_seen_in_fp8_too(fp8: Fp8, expected: Tensor) ->
         return float((driver.call("context", [IDS])[0]["logits"] - expected).abs().max())
 
     assert error({}) < BOUND
-    for control in negative_controls(fp8.config):
+    storage = storage_controls(fp8.weights)
+    assert [control.name for control in storage] == ["FP8 codes without their scales"]
+    for control in [*negative_controls(fp8.config), *storage]:
         if control.phase == "draft":
             continue
-        assert error(control.weights(fp8.weights)) > 1000 * BOUND, control.name
+        # Not close, or not a number.
+        assert not error(control.weights(fp8.weights)) <= 1000 * BOUND, control.name
 
 
 @pytest.mark.parametrize("algorithm", ["fp8", "fp8-block", "nvfp4"])
