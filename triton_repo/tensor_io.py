@@ -37,6 +37,7 @@ KNOWN_PARAMETERS = frozenset(
 BINARY_FIELDS = frozenset({"image_bytes_input", "video_bytes_input"})
 # Fields that stay arrays: too many values to be made Python numbers.
 ARRAY_FIELDS = frozenset({"audio_samples", "input_features"})
+_ONE_VALUE = (1, 1)
 
 
 def read_rows(tensors: Mapping[str, Array], fields: Mapping[str, Field]) -> list[Row]:
@@ -50,13 +51,13 @@ def read_rows(tensors: Mapping[str, Array], fields: Mapping[str, Field]) -> list
     rows: list[Row] = [{} for _ in range(batch)]
     for tensor_name, array in tensors.items():
         field = fields[tensor_name]
+        if field.scalar and array.shape == _ONE_VALUE and batch == 1:
+            rows[0][field.name] = _element(field, array.item())
+            continue
         if array.ndim < 1 or array.shape[0] != batch:
             raise problem(field.name, "has the wrong shape", expected=f"[{batch}, …]",
                           found=list(array.shape))  # fmt: skip
         if field.scalar and array.size == batch:
-            if batch == 1:
-                rows[0][field.name] = _element(field, array.item())
-                continue
             for row, value in zip(rows, array.ravel().tolist(), strict=True):
                 row[field.name] = _element(field, value)
             continue

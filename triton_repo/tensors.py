@@ -8,6 +8,7 @@ the ensemble's maps and the parsing of requests come from these tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 Dims = tuple[int, ...]
 
@@ -32,7 +33,7 @@ class Field:
     tensorrt_llm: str | None = None
     echo: bool = False
 
-    @property
+    @cached_property
     def scalar(self) -> bool:
         """Whether a row holds one value."""
         return self.dims == (1,)

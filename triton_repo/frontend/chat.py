@@ -48,10 +48,14 @@ class MediaReference:
 
 @dataclass(slots=True)
 class Conversation:
-    """Validated messages, and the media they refer to in order."""
+    """Validated messages, and the media they refer to in order.
+
+    `has_parts` tells whether a message has a list of parts for its content.
+    """
 
     messages: list[dict[str, Any]]
     media: list[MediaReference]
+    has_parts: bool = False
 
 
 def parse_json(parameter: str, text: str, kind: type) -> Any:
@@ -82,7 +86,8 @@ def parse_messages(text: str) -> Conversation:
         raise problem(
             "messages", "has too many entries", expected=f"<= {MAX_MESSAGES}", found=len(raw)
         )
-    conversation = Conversation([], [])
+    # Nobody else has what was just parsed, so it is changed in place.
+    conversation = Conversation(raw, [])
     for index, message in enumerate(raw):
         if not isinstance(message, dict):
             raise problem(
@@ -96,14 +101,14 @@ def parse_messages(text: str) -> Conversation:
         content = message.get("content")
         if content is None and role == "assistant":
             content = ""
-        parsed = dict(message)
         if isinstance(content, list):
             parts = [
                 parse_part(f"messages[{index}].content[{i}]", part)
                 for i, part in enumerate(content)
             ]
             conversation.media += [p for p in parts if isinstance(p, MediaReference)]
-            parsed["content"] = [_template_part(p) for p in parts]
+            conversation.has_parts = True
+            message["content"] = [_template_part(p) for p in parts]
         elif not isinstance(content, str):
             raise problem(
                 f"messages[{index}].content",
@@ -111,8 +116,7 @@ def parse_messages(text: str) -> Conversation:
                 found=type(content).__name__,
             )
         if message.get("tool_calls"):
-            parsed["tool_calls"] = _calls(f"messages[{index}].tool_calls", message["tool_calls"])
-        conversation.messages.append(parsed)
+            message["tool_calls"] = _calls(f"messages[{index}].tool_calls", message["tool_calls"])
     return conversation
 
 
@@ -232,7 +236,9 @@ class ChatTemplate:
         Raises UsageError with the template's own words when it refuses the messages.
         """
         template = self._template
-        context = template.new_context({**self._known, **kwargs, "messages": messages}, shared=True)
+        values = {**self._known, **kwargs, "messages": messages}
+        environment = template.environment
+        context = environment.context_class(environment, values, template.name, template.blocks)
         try:
             return "".join(template.root_render_func(context))
         except jinja2.TemplateError as error:

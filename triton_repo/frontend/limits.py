@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from triton_repo.frontend.problems import problem
@@ -52,12 +53,12 @@ class Limits:
                 found=self.output,
             )
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """Tokens of the longest prompt that the model takes at once; None when unknown."""
         return min((n for n in (self.context, self.prompt) if n is not None), default=None)
 
-    @property
+    @cached_property
     def longest(self) -> int | None:
         """Tokens of the longest input, in as many chunks as are allowed; None when unknown."""
         if not self.chunked:

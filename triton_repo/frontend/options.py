@@ -7,6 +7,7 @@ options costs as much as tokenising a short chat. The last few sets of options a
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -141,6 +142,8 @@ class RequestOptions:
     """What one request asks for besides its prompt; shared by all that ask for the same.
 
     Attributes:
+        prompt_fields: those of `PROMPT_FIELDS` that the request has.
+        beside_prompt: fields of `PROMPT_VALUES` that it has besides.
         task: "generate", "transcribe" or "embed".
         limits, tokenize: how the prompt is cut, padded and checked.
         max_tokens: as the request has it.
@@ -150,6 +153,8 @@ class RequestOptions:
         cache_salt_id: 64-bit salt of cache keys; None for none.
     """
 
+    prompt_fields: tuple[str, ...]
+    beside_prompt: frozenset[str]
     task: str
     limits: Limits
     tokenize: TokenizeOptions
@@ -164,6 +169,19 @@ class RequestOptions:
     stop_ids: list[list[int]] | None
     bad_ids: list[list[int]] | None
     cache_salt_id: int | None
+
+    @cached_property
+    def untouched_length(self) -> int:
+        """The most ids of a prompt that nothing cuts, fills or refuses, and that leaves room for
+        `max_tokens`; 0 where there is more to look at.
+        """
+        how, limits = self.tokenize, self.limits
+        if self.task != "generate" or how.truncate is not None or how.pad is not None:
+            return 0
+        if how.want_offsets or self.max_tokens is None:
+            return 0
+        room = sys.maxsize if limits.context is None else limits.context - self.max_tokens
+        return room if limits.prompt is None else min(room, limits.prompt)
 
     def with_reasoning(self, reasoning: Reasoning) -> RequestOptions:
         """The options of an answer that begins with thoughts."""
@@ -220,6 +238,8 @@ def _read(server: FrontEnd, *flat: Any) -> RequestOptions:
     bad_words = words.check_words("bad_words", row.get("bad_words") or ())
     end_ids = _end_ids(row, server)
     return RequestOptions(
+        prompt_fields=tuple(name for name in PROMPT_FIELDS if name in row),
+        beside_prompt=PROMPT_VALUES.difference(PROMPT_FIELDS).intersection(row),
         task=task,
         limits=limits,
         tokenize=tokenize,

@@ -53,9 +53,10 @@ class Prepared:
         prompt: ids; `prompt.arrays` holds `offsets` where there are any.
         max_tokens: most tokens of the answer that fit; 0 for an embedding.
         media: where media items stand in the prompt.
-        window: size of the chunks in which a longer prompt is embedded; None where it is one.
         features: the spectrograms of a request with audio, float32 [chunks, mels, frames], or
             [1, mels, frames] of a stream.
+        window: size of the chunks in which a longer prompt is embedded; None where it is one.
+        is_plain: known to be nothing but ids, all of them real, and options that hold as they are.
     """
 
     options: RequestOptions
@@ -64,18 +65,7 @@ class Prepared:
     media: list[MediaSpan]
     features: npt.NDArray[np.float32] | None = None
     window: int | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether ids, their number and the options say everything about it."""
-        return not (
-            self.media
-            or self.prompt.arrays
-            or self.features is not None
-            or self.window is not None
-            or self.max_tokens != self.options.max_tokens
-            or self.prompt.real_length != len(self.prompt.ids)
-        )
+    is_plain: bool = False
 
     @property
     def real_ids(self) -> list[int]:
@@ -92,6 +82,11 @@ class _Tokenised:
     spans: list[MediaSpan]
     features: npt.NDArray[np.float32] | None = None
     reasoning: Reasoning = ""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether there is nothing but ids of text."""
+        return not (self.media or self.spans) and self.features is None
 
 
 def prepare(request: Row, server: FrontEnd) -> Prepared:
@@ -113,7 +108,11 @@ def _prepared(row: Row, server: FrontEnd, tokenised: _Tokenised | None = None) -
     if tokenised is None:
         tokenised = _tokenise(row, server, options)
     # 7.-10. Truncate, pad, check the length; a prompt with media is expanded first, because the
-    # limit holds for the expanded prompt.
+    # limit holds for the expanded prompt. Of most prompts it is known that nothing is to be done.
+    ids = tokenised.encoding.ids
+    if tokenised.is_text and 0 < len(ids) <= options.untouched_length:
+        asked = options.with_reasoning(tokenised.reasoning)
+        return Prepared(asked, Prompt(ids), options.max_tokens or 0, [], is_plain=True)
     prompt, spans = _fit(tokenised, options, server)
     # 11. Text that is echoed comes from the final ids: `Prepared.real_ids`.
     # 12. Everything that isolates caches travels with every engine input, in the options.
@@ -164,16 +163,18 @@ def _max_tokens(options: RequestOptions, prompt: Prompt) -> int:
 
 
 def _tokenise(row: Row, server: FrontEnd, options: RequestOptions) -> _Tokenised:
-    given = [name for name in PROMPT_FIELDS if name in row]
+    given = options.prompt_fields
     if len(given) != 1:
         raise problem(
             "text_input", "give exactly one prompt", expected=" or ".join(PROMPT_FIELDS),
             found=", ".join(given) or "none",
         )  # fmt: skip
-    for name in ("audio_samples", "language", "delay_ms"):
-        if name in row:
-            raise problem(name, "this model does not take audio")
-    extra = _media_in_tensors(row)
+    extra: list[chat.MediaReference] = []
+    if options.beside_prompt:
+        for name in ("audio_samples", "language", "delay_ms"):
+            if name in row:
+                raise problem(name, "this model does not take audio")
+        extra = _media_in_tensors(row)
     if "input_ids" in row:
         ids = list(row["input_ids"])
         check_ids("input_ids", ids, server)
@@ -189,17 +190,14 @@ def _tokenise(row: Row, server: FrontEnd, options: RequestOptions) -> _Tokenised
     reasoning: Reasoning = ""
     if "messages" in row:
         conversation = chat.parse_messages(row["messages"])
-        references = conversation.media + extra
-        media = load_media(references, options.mm_kwargs, server.geometry, server.media)
-        sentinels = [f"\x00{i}\x00" for i in range(len(media))]
+        media, sentinels = _load(conversation.media + extra, server, options)
         text = _render(conversation, server, options.template_kwargs, sentinels)
         if server.chat_template is not None and server.chat_template.thinks:
             reasoning = reasoning_after(text)
         special = False if add_special is None else add_special
     else:
         text = row["text_input"]
-        media = load_media(extra, options.mm_kwargs, server.geometry, server.media)
-        sentinels = [f"\x00{i}\x00" for i in range(len(media))]
+        media, sentinels = _load(extra, server, options)
         if sentinels:
             text = "".join(sentinels) + text.replace("\x00", "")
         special = add_special is not False
@@ -208,6 +206,16 @@ def _tokenise(row: Row, server: FrontEnd, options: RequestOptions) -> _Tokenised
         return _Tokenised(encoding, [], [], reasoning=reasoning)
     encoding, positions = _tokenise_with_media(text, special, options, media, sentinels, server)
     return _Tokenised(encoding, positions, [], reasoning=reasoning)
+
+
+def _load(
+    references: Sequence[chat.MediaReference], server: FrontEnd, options: RequestOptions
+) -> tuple[list[MediaItem], list[str]]:
+    """The media, and what stands for each in the text."""
+    if not references:
+        return [], []
+    media = load_media(references, options.mm_kwargs, server.geometry, server.media)
+    return media, [f"\x00{i}\x00" for i in range(len(media))]
 
 
 def _media_in_tensors(row: Row) -> list[chat.MediaReference]:
@@ -260,6 +268,8 @@ def _render(
     template = server.chat_template
     if template is None:
         raise problem("messages", "this tokenizer has no chat template; use text_input")
+    if not sentinels and not conversation.has_parts:
+        return template.render(conversation.messages, kwargs)
     remaining = iter(sentinels)
     for message in conversation.messages:
         content = message["content"]

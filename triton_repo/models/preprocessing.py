@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +33,8 @@ from triton_repo.tensors import PREPROCESSED, request_fields
 
 # Requests whose media are being fetched or decoded; others are answered at once.
 MEDIA_THREADS = 8
+# Most prompt lengths whose tensor is kept.
+REMEMBERED_LENGTHS = 4096
 _OUTPUTS = {tensor.name: tensor for tensor, _ in PREPROCESSED}
 
 
@@ -52,7 +55,8 @@ class Preprocessing:
         }
         # The ensemble's clients know the public names, this model's own the others.
         self._names = [f.name for f in request_fields(echo=True)] + list(self._fields)
-        self._tensors: WeakKeyDictionary[RequestOptions, dict[str, Any]] = WeakKeyDictionary()
+        self._tensors: WeakKeyDictionary[RequestOptions, list[Any]] = WeakKeyDictionary()
+        self._length_tensor = lru_cache(REMEMBERED_LENGTHS)(self._new_length_tensor)
         self._pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="media")
         hide_from_collector()
 
@@ -87,24 +91,35 @@ class Preprocessing:
                     "sequence_id", "audio in pieces goes to tensorrt_llm_bls", found="ensemble"
                 )
             rows = read_rows(inputs, self._fields)
-            prepared = [prepare(row, front_end) for row in rows]
-            outputs = self._option_tensors([p.options for p in prepared])
-            for name, array in prompt_tensors(prepared).items():
-                outputs[name] = pb.Tensor(name, array)
+            if len(rows) == 1:
+                outputs = self._row_outputs(prepare(rows[0], front_end))
+            else:
+                outputs = self._outputs([prepare(row, front_end) for row in rows])
         except MediaPending:
             raise
         except Exception as error:
             return pb.InferenceResponse(error=triton_error(pb, *describe(error)))
-        return pb.InferenceResponse(list(outputs.values()))
+        return pb.InferenceResponse(outputs)
 
-    def _option_tensors(self, options: Sequence[RequestOptions]) -> dict[str, Any]:
-        """Triton's tensors for the options of a batch; those of one row live as long as it."""
-        kept = self._tensors.get(options[0]) if len(options) == 1 else None
+    def _row_outputs(self, prepared: Prepared) -> list[Any]:
+        """Triton's tensors for one row; what others have in common with it is made once."""
+        options, ids = prepared.options, prepared.prompt.ids
+        if not prepared.is_plain:
+            return self._outputs([prepared])
+        kept = self._tensors.get(options)
         if kept is None:
-            kept = {n: self._pb.Tensor(n, a) for n, a in option_tensors(options).items()}
-            if len(options) == 1:
-                self._tensors[options[0]] = kept
-        return dict(kept)
+            arrays = option_tensors([options])
+            kept = self._tensors[options] = [self._pb.Tensor(n, a) for n, a in arrays.items()]
+        made = self._pb.Tensor("INPUT_ID", np.asarray(ids, dtype=np.int32)[np.newaxis])
+        return [made, self._length_tensor(len(ids)), *kept]
+
+    def _outputs(self, prepared: Sequence[Prepared]) -> list[Any]:
+        """Triton's tensors for the rows of a batch."""
+        arrays = option_tensors([p.options for p in prepared]) | prompt_tensors(prepared)
+        return [self._pb.Tensor(name, array) for name, array in arrays.items()]
+
+    def _new_length_tensor(self, length: int) -> Any:
+        return self._pb.Tensor("REQUEST_INPUT_LEN", np.array([[length]], dtype=np.int32))
 
 
 def prompt_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
@@ -118,8 +133,6 @@ def prompt_tensors(prepared: Sequence[Prepared]) -> dict[str, Array]:
         "INPUT_ID": batch_of(_OUTPUTS["INPUT_ID"], ids, prepared[0].options.pad_id or 0),
         "REQUEST_INPUT_LEN": np.array([[p.prompt.real_length] for p in prepared], dtype=np.int32),
     }
-    if all([p.is_plain for p in prepared]):
-        return tensors
     rows: dict[str, list[Any]] = {}
     if any(p.max_tokens != p.options.max_tokens for p in prepared):
         # In place of what the options ask for.
