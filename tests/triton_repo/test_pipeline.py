@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from plugins.support.errors import UsageError
 from tests.triton_repo.conftest import CHARACTER_IDS
 from tests.triton_repo.tables import rows
 from triton_repo.frontend.chat import ChatTemplate
-from triton_repo.frontend.options import FrontEnd
+from triton_repo.frontend.options import FrontEnd, RequestOptions
 from triton_repo.frontend.pipeline import Prepared, prepare
 from triton_repo.frontend.tokenizer import (
     ByteTokenizer,
@@ -404,3 +405,71 @@ def test_t14_a_slow_tokenizer_has_no_offsets(tmp_path: Path) -> None:
     prompt = run(row | cut, server).prompt
     assert (tokenizer.decode(prompt.ids, True), prompt.arrays) == ("def", {})
     assert "offsets" not in run(row, server).prompt.arrays
+
+
+def outcome(row: dict[str, Any], server: FrontEnd) -> Any:
+    """What a row becomes, or the mistake in it."""
+    try:
+        prepared = prepare(row, server)
+    except UsageError as error:
+        return (error.where, error.what, error.expected, error.found)
+    return (prepared.prompt, prepared.max_tokens, prepared.media, prepared.window)
+
+
+def differing(monkeypatch: pytest.MonkeyPatch, untouched: Any) -> list[tuple[str, int]]:
+    """Rows, by their options and length, that become something else when prompts up to `untouched`
+    ids pass by the steps that cut, fill and check.
+    """
+    wishes: dict[str, dict[str, Any]] = {
+        "none": {},
+        "one token": {"max_tokens": 1},
+        "as many as fit": {"max_tokens": 10},
+        "cut": {"truncate_prompt_tokens": 3},
+        "cut to what fits": {"truncate_prompt_tokens": -1, "truncation_side": "left"},
+        "filled": {"padding": "5"},
+        "filled to the context": {"padding": "max_length"},
+        "offsets": {"return_token_offsets": True},
+        "embedding": {"task": "embed", "max_tokens": None},
+        "embedding in chunks": {
+            "task": "embed", "max_tokens": None, "enable_chunked_processing": True,
+        },
+    }  # fmt: skip
+    found = []
+    for context, max_prompt in ((10, None), (10, 6), (None, 6), (None, None)):
+        server = front_end(context, max_prompt=max_prompt)
+        for (name, wish), length in product(wishes.items(), range(13)):
+            row = {"max_tokens": 4, "text_input": "abcdefghijklm"[:length]} | wish
+            right = outcome(row, server)
+            with monkeypatch.context() as patched:
+                patched.setattr(RequestOptions, "untouched_length", untouched)
+                if outcome(row, front_end(context, max_prompt=max_prompt)) != right:
+                    found.append((name, length))
+    return found
+
+
+def test_prompts_that_pass_by_the_steps_are_as_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert differing(monkeypatch, 0) == []
+    # The comparison sees prompts that pass by although there was something to do.
+    seen = {name for name, _ in differing(monkeypatch, 99)}
+    assert seen == {
+        "none", "one token", "as many as fit", "cut", "cut to what fits", "filled",
+        "filled to the context", "offsets", "embedding", "embedding in chunks",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("context", "max_prompt", "most"), [(10, None, 6), (10, 3, 3), (None, 5, 5), (None, None, 12)]
+)
+def test_prompts_with_room_for_the_answer_pass_by(
+    context: int | None, max_prompt: int | None, most: int
+) -> None:
+    server = front_end(context, max_prompt=max_prompt)
+    passed = []
+    for length in range(1, 13):
+        try:
+            passed.append(run({"text_input": "x" * length}, server).is_plain)
+        except UsageError:
+            passed.append(False)
+    assert passed == [length <= most for length in range(1, 13)]
+    media = {"content_parts": json.dumps(["a", {"type": "image_url", "image_url": png(32, 32)}])}
+    assert not run(media, front_end(None)).is_plain
