@@ -2,13 +2,16 @@
 
     python -m benchmarks.frontend TOKENIZER_DIR [--seconds 5] [--tokens 200]
 
-Three Python models of one server, scheduled in the same way, get the same chats: one that does
-nothing and returns as many ids, this project's `preprocessing`, and a plain model that calls
-AutoTokenizer and its chat template. Requests ask for the ids and their number. They are those of
-Triton's own Python clients, over HTTP sent through keep-alive connections of a bare one, and the
-generate endpoint's, which names no outputs and so gets all of them. Every request of a round is
-another text, prose from the documentation of Python's standard library; all have the same options.
-The models are measured in turns, five of each.
+Four Python models of one server, scheduled in the same way, get the same chats: one that does
+nothing and returns as many ids, one that does nothing either but has the inputs and outputs of
+`preprocessing` and returns as many tensors, this project's `preprocessing`, and a plain model that
+calls AutoTokenizer and its chat template. Requests ask for the ids and their number. They are
+those of Triton's own Python clients, over HTTP sent through keep-alive connections of a bare one,
+and the generate endpoint's, which names no outputs and so gets all of them. Every request of a
+round is another text, prose from the documentation of Python's standard library; all have the same
+options.
+The models are measured in turns, five of each. The goal's measure is the first of them; the second
+shows what an interface of so many tensors costs whoever stands behind it.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from triton_repo.server import TritonServer, running
 
 CLIENTS = (1, 8)
 # In turn, so that a slow moment of the machine meets all.
-MODELS = ("no_op", "preprocessing", "auto_tokenizer")
+MODELS = ("no_op", "no_op_same_interface", "preprocessing", "auto_tokenizer")
 TURNS = 5
 MAX_TOKENS = 16
 CONTEXT = 32768
@@ -97,6 +100,28 @@ class TritonPythonModel:
             for _ in requests
         ]
 """
+# As many and as large tensors as `preprocessing` returns for a chat.
+SAME_INTERFACE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        one = np.ones((1, 1), dtype=np.int32)
+        self.arrays = {{
+            "INPUT_ID": np.zeros((1, {tokens}), dtype=np.int32),
+            "REQUEST_INPUT_LEN": {tokens} * one,
+            "REQUEST_OUTPUT_LEN": one,
+            "OUT_END_ID": one,
+            "OUT_PAD_ID": one,
+        }}
+
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor(n, a) for n, a in self.arrays.items()])
+            for _ in requests
+        ]
+"""
 PLAIN = """
 import json
 import numpy as np
@@ -134,18 +159,18 @@ class Measured:
         """Requests per second of each turn."""
         return [len(turn) / self.turn_s for turn in self.turns]
 
-    def row(self, no_op: Measured | None) -> list[str]:
-        """Requests per second, their share of the no-op's, median and 99th percentile in ms.
+    def row(self, *no_ops: Measured) -> list[str]:
+        """Requests per second, their share of each no-op's, median and 99th percentile in ms.
 
-        Medians over turns, each compared with the no-op's turn before it.
+        Medians over turns, each compared with a no-op's turn before it.
         """
         cuts = statistics.quantiles([one for turn in self.turns for one in turn], n=100)
-        share = ""
-        if no_op:
-            pairs = zip(self.rates, no_op.rates, strict=True)
-            share = f"{statistics.median(mine / other for mine, other in pairs):.0%}"
+        shares = [
+            statistics.median(mine / other for mine, other in zip(self.rates, n.rates, strict=True))
+            for n in no_ops
+        ]
         rate = f"{statistics.median(self.rates):.0f}"
-        return [rate, share, f"{cuts[49] * 1e3:.2f}", f"{cuts[98] * 1e3:.2f}"]
+        return [rate, *(f"{s:.0%}" for s in shares), *(f"{cuts[i] * 1e3:.2f}" for i in (49, 98))]
 
 
 def prose() -> list[str]:
@@ -325,11 +350,11 @@ WAYS: dict[str, Callable[..., list[float]]] = {
 }
 
 
-def add_model(repository: Path, name: str, source: str) -> None:
-    """A hand-written model beside the generated ones."""
+def add_model(repository: Path, name: str, source: str, config: str | None = None) -> None:
+    """A hand-written model beside the generated ones; `config` in place of `CONFIG`."""
     version = repository / name / "1"
     version.mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(CONFIG.format(name=name))
+    (repository / name / "config.pbtxt").write_text(config or CONFIG.format(name=name))
     (version / "model.py").write_text(textwrap.dedent(source))
 
 
@@ -357,6 +382,10 @@ def main() -> None:
         served = load_tokenizer(repository / TOKENIZER)
         library = Measured(turn_s, [alone(served, texts, turn_s) for _ in range(TURNS)])
         add_model(repository, "no_op", NO_OP.format(tokens=chosen.tokens))
+        own = (repository / "preprocessing" / "config.pbtxt").read_text()
+        same = own.replace('name: "preprocessing"', 'name: "no_op_same_interface"')
+        nothing = SAME_INTERFACE.format(tokens=chosen.tokens)
+        add_model(repository, "no_op_same_interface", nothing, same)
         plain = PLAIN.format(directory=str(chosen.tokenizer.resolve()))
         add_model(repository, "auto_tokenizer", plain)
         with running(repository) as server:
@@ -369,11 +398,12 @@ def main() -> None:
                     results[way, clients, model].turns.append(latencies)
     characters = statistics.mean(sum(len(m["content"]) for m in json.loads(t)) for t in texts)
     print(f"chats of {chosen.tokens} tokens, {characters:.0f} characters on average\n")
-    print("| what | clients | requests/s | of no-op | p50 ms | p99 ms |")
-    print("|---|---|---|---|---|---|")
-    print(f"| library alone | 1 | {' | '.join(library.row(None))} |")
+    print("| what | clients | requests/s | of no-op | of no-op, same interface | p50 ms | p99 ms |")
+    print("|---|---|---|---|---|---|---|")
+    rate, *latencies = library.row()
+    print(f"| library alone | 1 | {rate} | | | {' | '.join(latencies)} |")
     for (way, clients, model), measured in results.items():
-        columns = measured.row(results[way, clients, MODELS[0]])
+        columns = measured.row(*(results[way, clients, no_op] for no_op in MODELS[:2]))
         print(f"| {model} | {clients} {way} | {' | '.join(columns)} |")
 
 
