@@ -837,3 +837,21 @@ def test_one_scale_as_transformers_spells_it(tmp_path: Path):
     checkpoint.tensors[f"{module}.weight_scale_inv"] = scale.reshape(1, 1)
     with pytest.raises(InputError, match=r"expected shape \[3, 1\], found \[1, 1\]"):
         plan_conversion(checkpoint.write(tmp_path / "grid"), tmp_path / "again")
+
+
+def test_entries_of_single_experts_speak_of_stacked_ones(tmp_path: Path):
+    checkpoint = fixture.stacked_nvfp4()
+    layers = {
+        f"{BASE}layers.{layer}.mlp.experts.{expert}.{name}_proj": {"quant_algo": "NVFP4"}
+        for layer in range(8)
+        for expert in range(16)
+        for name in ("gate", "up", "down")
+    }
+    layers[TABLE] = {"quant_algo": "FP8"}
+    block = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    checkpoint.config["quantization_config"] = block
+    assert not plan_conversion(checkpoint.write(tmp_path / "hf"), tmp_path / "ckpt").notes
+    layers[EXPERT] = {"quant_algo": "FP8"}
+    with pytest.raises(InputError, match="contradict each other") as caught:
+        plan_conversion(checkpoint.write(tmp_path / "wrong"), tmp_path / "ckpt")
+    assert "layers.2.mlp.experts" in (caught.value.where or "")
