@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class ExportPlan:
         ckpt_dir: the converted checkpoint.
         stamp: bytes and time of the last change of its weights when they were looked at.
         layout: what the family's checkpoint looks like.
-        groups: how each tensor is cut out, per file.
+        groups: how the tensors are cut out, per file; neighbours of one type are one recipe.
         algorithm, separate, inline: the declarations, see `declare`.
         notes: which engines cannot read them.
         workers: tensors at a time.
@@ -119,7 +120,7 @@ class ExportPlan:
     @property
     def bytes_written(self) -> int:
         """Bytes of all tensors."""
-        return sum(recipe.outputs[0].nbytes for group in self.groups for recipe in group)
+        return sum(output.nbytes for group in self.groups for output in _outputs(group))
 
     @property
     def files(self) -> list[str]:
@@ -131,11 +132,12 @@ class ExportPlan:
     def peak_bytes(self) -> int:
         """Most memory beyond the program itself: buffers of the workers, and the plan."""
         recipes = [recipe for group in self.groups for recipe in group]
-        return peak_bytes(self.workers, len(recipes), max(map(copy_memory, recipes), default=0))
+        tensors = sum(len(recipe.sources) for recipe in recipes)
+        return peak_bytes(self.workers, tensors, max(map(copy_memory, recipes), default=0))
 
     def lines(self) -> list[str]:
         """What will happen, for people."""
-        count = sum(len(group) for group in self.groups) + len(self.layout.constants)
+        count = sum(len(_outputs(group)) for group in self.groups) + len(self.layout.constants)
         return [
             f"{count} tensors ({size(self.bytes_written)}) in {len(self.groups)} files, "
             f"quantisation: {self.algorithm or 'none'}",
@@ -195,7 +197,7 @@ def execute(plan: ExportPlan, out_dir: Path) -> ExportReport:
     ):
         first = 0
         for name, group, tasks in zip(plan.files, plan.groups, groups, strict=True):
-            with OutputFile(partial.work / name, [recipe.outputs[0] for recipe in group]) as file:
+            with OutputFile(partial.work / name, _outputs(group)) as file:
                 run_tasks(
                     tasks,
                     partial,
@@ -213,9 +215,9 @@ def execute(plan: ExportPlan, out_dir: Path) -> ExportReport:
                 fix="export again when nothing writes to it",
             )
         index = {
-            recipe.outputs[0].name: name
+            output.name: name
             for name, group in zip(plan.files, plan.groups, strict=True)
-            for recipe in group
+            for output in _outputs(group)
         }
         _write_rest(partial.work, plan.layout, index, total, plan.inline)
         if plan.separate is not None:
@@ -406,12 +408,28 @@ def _groups(recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
     for recipe in recipes:
         nbytes = recipe.outputs[0].nbytes
         if group and size + nbytes > _FILE_BYTES:
-            yield sorted(group, key=lambda r: -r.outputs[0].dtype.bits)
+            yield _joined(group)
             group, size = [], 0
         group.append(recipe)
         size += nbytes
     if group:
-        yield sorted(group, key=lambda r: -r.outputs[0].dtype.bits)
+        yield _joined(group)
+
+
+def _joined(group: Sequence[Recipe]) -> list[Recipe]:
+    """The recipes of a file in order; tensors of one type lie one after another, as if they were
+    one: a task costs more than the bytes of a scale.
+    """
+    ordered = sorted(group, key=lambda recipe: -recipe.outputs[0].dtype.bits)
+    runs = groupby(ordered, key=lambda recipe: recipe.outputs[0].dtype)
+    return [
+        Recipe(tuple(r.outputs[0] for r in members), tuple(r.sources[0] for r in members))
+        for members in (list(run) for _, run in runs)
+    ]
+
+
+def _outputs(group: Sequence[Recipe]) -> list[Output]:
+    return [output for recipe in group for output in recipe.outputs]
 
 
 def _write_rest(

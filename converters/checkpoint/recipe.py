@@ -161,7 +161,8 @@ class Recipe:
     """Outputs, the sources they are made of, and how.
 
     Attributes:
-        outputs: one for a copy; weight, block scales and global scales for a quantisation.
+        outputs: of a copy, one, or several of one type that lie one after another in the file;
+            weight, block scales and global scales for a quantisation.
         sources: tensors in order; none for a constant.
         operation: what happens to the elements.
         matrices: whole matrices in the sources; each is quantised with its own global scale.

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from converters.checkpoint import convert as convert_module
+from converters.checkpoint import write
 from converters.checkpoint.config import WEIGHTS_FILE
 from converters.checkpoint.convert import convert, execute, plan_conversion
 from converters.checkpoint.export_hf import export_hf, plan_export
 from converters.checkpoint.partial import Partial
 from plugins.support.errors import InputError
 from tests.converters.qwen38.conftest import Bend
-from tests.converters.qwen38.test_conversion import KILLED_RUN
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_change_between_the_content_samples_is_noticed(
@@ -78,7 +80,10 @@ def test_export_whose_source_changes_meanwhile(
     """The change comes when half of the tensors are written; without one the export is whole."""
     ckpt = tmp_path / "ckpt"
     convert(bend.directory, ckpt)
-    tasks = sum(len(group) for group in plan_export(ckpt, tmp_path / "out").groups)
+    monkeypatch.setattr(write, "CHUNK_BYTES", 4096)
+    groups = plan_export(ckpt, tmp_path / "out").groups
+    tasks = sum(len(write.split_tasks(group)) for group in groups)
+    assert tasks > 50
     marks: list[int] = []
     mark = Partial.mark
 
@@ -147,22 +152,70 @@ def test_killed_between_the_last_task_and_the_end(
             assert (target / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def test_killed_export_resumes_to_the_same_bytes(bend: Bend, tmp_path: Path):
-    convert(bend.directory, tmp_path / "ckpt", quantize="nvfp4")
-    export_hf(tmp_path / "ckpt", tmp_path / "whole")
-    script = KILLED_RUN.partition("convert(Path(")[0].replace(
-        "from converters.checkpoint.convert import convert",
-        "from converters.checkpoint.export_hf import export_hf",
-    )
-    script += "export_hf(Path(sys.argv[1]), Path(sys.argv[2]), workers=2)"
-    for marks in (1, 200):
-        command = [sys.executable, "-c", script, tmp_path / "ckpt", tmp_path / "out", str(marks)]
-        run = subprocess.run(command, capture_output=True, check=False)
-        assert run.returncode == -signal.SIGKILL, run.stderr.decode()
-    assert len((tmp_path / ".out.partial" / "journal").read_text().splitlines()) >= 202
-    export_hf(tmp_path / "ckpt", tmp_path / "out")
-    for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+def contents(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def killed_anywhere(source: Path, target: Path, verb: str, seeds: int, *rest: str) -> int:
+    """See `tests.converters.killer`; the number of kills."""
+    command = [sys.executable, "-m", "tests.converters.killer", source, target, verb, str(seeds)]
+    run = subprocess.run([*command, *rest], capture_output=True, check=False, cwd=ROOT)
+    assert run.returncode == 0, run.stderr.decode()
+    return int(run.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("verb", ["copy", "nvfp4", "export"])
+def test_killed_at_any_moment_ends_with_the_same_bytes(verb: str, bend: Bend, tmp_path: Path):
+    """Twelve runs, each killed in the middle of up to four random steps."""
+    source = bend.directory
+    if verb == "export":
+        source = tmp_path / "ckpt"
+        convert(bend.directory, source, quantize="nvfp4")
+        export_hf(source, tmp_path / "whole")
+    else:
+        convert(source, tmp_path / "whole", quantize=None if verb == "copy" else verb)
+    assert killed_anywhere(source, tmp_path / "out", verb, 12) >= 12
+    expected = contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == expected
+    for seed in range(12):
+        assert contents(tmp_path / f"out-{seed}") == expected, seed
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_the_comparison_notices_marks_that_come_too_early(bend: Bend, tmp_path: Path):
+    convert(bend.directory, tmp_path / "whole")
+    killed_anywhere(bend.directory, tmp_path / "out", "copy", 4, "trusting")
+    expected = contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == expected
+    assert any(contents(tmp_path / f"out-{seed}") != expected for seed in range(4))
+
+
+def _touched(path: Path) -> None:
+    """Other bytes."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _set_back(path: Path) -> None:
+    """Other bytes of the same number, under the time of the old ones."""
+    status = path.stat()
+    _touched(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [_touched, _set_back])
+def test_conversion_of_another_checkpoint_starts_anew(
+    change: Callable[[Path], None], bend: Bend, tmp_path: Path
+):
+    command = [sys.executable, "-c", KILLED_AT_THE_END, bend.directory, tmp_path / "out"]
+    run = subprocess.run([*command, "convert", "write_config"], capture_output=True, check=False)
+    assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+    change(bend.directory / "model.safetensors")
+    for name in ("out", "whole"):
+        convert(bend.directory, tmp_path / name, quantize="fp8-block")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_export_of_another_checkpoint_starts_anew(bend: Bend, tmp_path: Path):
