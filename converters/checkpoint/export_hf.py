@@ -164,8 +164,9 @@ def plan_export(ckpt_dir: Path, out_dir: Path, *, workers: int | None = None) ->
     tables = {layout.disk_name(w.scale_owner) for w in layout.wanted if w.scale_owner}
     modules = _declared(layout, entries)
     declared = declare(modules, tables, config.quantization)
-    recipes = _recipes(layout, entries, ckpt_dir, modelopt=declared[1] is not None)
-    notes = limits(modules, config.quantization)
+    modelopt = declared[1] is not None
+    recipes = _recipes(layout, entries, ckpt_dir, modelopt=modelopt)
+    notes = limits(modules, config.quantization, modelopt=modelopt)
     plan = ExportPlan(ckpt_dir, stamp, layout, list(_groups(recipes)), *declared, notes, count)
     tokenizer = ckpt_dir / TOKENIZER_DIR
     files = sum(p.stat().st_size for p in tokenizer.iterdir()) if tokenizer.is_dir() else 0

@@ -63,8 +63,15 @@ def declare(
     return algorithm, {"producer": _PRODUCER, "quantization": details}, _inline(details)
 
 
-def limits(modules: Mapping[str, Storage | None], quantization: Quantization) -> list[str]:
-    """What readers of an exported checkpoint cannot take of it."""
+def limits(
+    modules: Mapping[str, Storage | None], quantization: Quantization, *, modelopt: bool
+) -> list[str]:
+    """What readers of an exported checkpoint cannot take of it.
+
+    Args:
+        modules, quantization: as for `declare`.
+        modelopt: whether it was declared in Model Optimizer's form.
+    """
     notes = []
     kinds = {storage for storage in modules.values() if storage is not None}
     if any(name == WEIGHT_ONLY_FP8 for name, _ in kinds):
@@ -73,6 +80,11 @@ def limits(modules: Mapping[str, Storage | None], quantization: Quantization) ->
         notes.append(
             f"FP8 with one scale and none of activations: {readers} no declaration of it; "
             "--calibration of `convert` brings the scales"
+        )
+    if kinds and quantization.kv_cache_quant_algo is not None and not modelopt:
+        notes.append(
+            "a quantised cache beside FP8 as the releases declare it: engines take it by their own "
+            "option only (vLLM --kv-cache-dtype fp8; TensorRT-LLM KvCacheConfig, dtype fp8)"
         )
     if not kinds and quantization.kv_cache_quant_algo is not None:
         notes.append(

@@ -234,6 +234,11 @@ def test_what_some_readers_cannot_take_is_said(tmp_path: Path):
     convert(source, tmp_path / "cache", kv_cache="fp8")
     (note,) = export_hf(tmp_path / "cache", tmp_path / "cache out").as_dict()["notes"]
     assert "vLLM takes no such declaration" in note
+    convert(source, tmp_path / "both", quantize="fp8-block", kv_cache="fp8")
+    (note,) = export_hf(tmp_path / "both", tmp_path / "both out").as_dict()["notes"]
+    assert "engines take it by their own option only" in note
+    convert(source, tmp_path / "nvfp4", quantize="nvfp4", kv_cache="fp8")
+    assert plan_export(tmp_path / "nvfp4", tmp_path / "out").notes == []
 
     checkpoint = LAYOUTS["mixed dense"]()
     for name in [n for n in checkpoint.tensors if "shared_expert" in n and "input_scale" in n]:
