@@ -71,7 +71,7 @@ def specs() -> dict[str, KernelSpec]:
         qsa_plan.score_blocks(BF16, 1, qsa.score_tile(group), group),
         qsa.select_spec(BF16, BLOCKS),
         qsa_plan.unite_blocks(BF16, qsa_plan.HOPPER_ROWS),
-        qsa_plan.attend_hopper(BF16, qsa_plan.HOPPER_ROWS),
+        *(qsa_plan.attend_hopper(BF16, qsa_plan.HOPPER_ROWS, whole=w) for w in (False, True)),
         dsa_plan.score_tokens(DSA, dsa.score_tiles(1)),
         dsa_plan.attend_split_hopper(DSA),
         dsa_plan.attend_pair_hopper(DSA),

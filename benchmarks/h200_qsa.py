@@ -72,7 +72,7 @@ def specs() -> dict[str, KernelSpec]:
             found.append(kernel.decode_partial(g, how))
             found.append(plan.merge_splits(g, how.splits))
     found.append(plan.unite_blocks(BF16, plan.HOPPER_ROWS))
-    found.append(plan.attend_hopper(BF16, plan.HOPPER_ROWS))
+    found += [plan.attend_hopper(BF16, plan.HOPPER_ROWS, whole=whole) for whole in (False, True)]
     portable = kernel.PREFILL
     found.append(plan.unite_blocks(BF16, portable.rows))
     found.append(plan.attend_tile(BF16, portable.rows, portable.together))
@@ -471,12 +471,18 @@ def section_dense(_: Path | None) -> dict[str, Any]:
     dense = lambda: attention(q, key, value, is_causal=True, enable_gqa=True)  # noqa: E731
     right = dense().transpose(1, 2).reshape(1, 2048, -1) * gate.float().sigmoid()
     portable = kernel.attend_prefill(BF16, q, *call, kernel.PREFILL)
+    # In a cache that holds longer contexts: the union, of nothing, is not left out.
+    longer = caches(1, 2 * 2048)
+    longer[0][:, :, :2048], longer[1][:, :, :2048] = key, value
+    union = kernel.attend_prefill(BF16, q, *longer, *call[2:])
     results["prefill 2048 causal"] = {
+        "union error": demand(error(union, right), 6e-3, "dense prefill behind the union"),
         "error": demand(error(out, right), 6e-3, "dense prefill"),
         "portable error": demand(error(portable, right), 6e-3, "portable dense prefill"),
         **both([lambda: kernel.attend_prefill(BF16, q, *call)]),
         **both([lambda: kernel.attend_prefill(BF16, q, *call, kernel.PREFILL)], "portable_"),
         "sdpa_us": timed([dense]),
+        **both([lambda: kernel.attend_prefill(BF16, q, *longer, *call[2:])], "union_"),
         **both([lambda: kernel.attend_prefill(BF16, q, *call)], "again_"),
         "sdpa_again_us": timed([dense]),
     }

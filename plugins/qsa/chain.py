@@ -11,7 +11,7 @@ from typing import Any
 import triton
 
 from plugins.aot import layer
-from plugins.qsa import kernel
+from plugins.qsa import kernel, plan
 from plugins.qsa.plan import Tiles
 from plugins.qsa.plugin import NAMESPACE, OPERATIONS, geometry_attributes
 from plugins.qsa.site import Memory, Norms, Prepared, Projections, Site
@@ -111,12 +111,16 @@ def attend(
 def _attend_tiles(site: Site, inputs: dict[str, Tensor], gate: dict[str, Tensor]) -> Tensor:
     """Neighbouring queries read their blocks together where they share enough of them."""
     how = kernel.prefill_plan(site.geometry, parse_target(layer.target_of(site.calls.net)))
+    common = {"tile_rows": how.rows, "interleaved_gate": 1}
+    if how.hopper and plan.within_budget(site.geometry, site.calls.rows):
+        # No lists are read; the kernel still needs addresses.
+        unread = {"counts": site.calls.past, "entries": site.calls.past}
+        return _add(site, "attend_hopper", inputs | gate | unread, **common, whole=1)["out"]
     words = site.calls.net.shape(inputs["k_cache"])[2] // site.geometry.ratio
     union = _add(site, "unite", {"blocks": inputs["blocks"]}, tile_rows=how.rows, words=words)
     given = inputs | gate | {"counts": union["counts"], "entries": union["entries"]}
-    common = {"tile_rows": how.rows, "interleaved_gate": 1}
     if how.hopper:
-        return _add(site, "attend_hopper", given, **common)["out"]
+        return _add(site, "attend_hopper", given, **common, whole=0)["out"]
     done = _add(site, "attend_tile", given, **common, **_tiles(how.together))["out"]
     given["together"] = done
     done = _add(site, "attend_apart", given, **common, **_tiles(how.apart))["out"]

@@ -303,7 +303,12 @@ def attend_prefill(
         on_gpu = query.is_cuda
         how = prefill_plan(g, torch.cuda.get_device_capability(query.device) if on_gpu else None)
     rows = how.rows
-    counts, entries = unite(g, blocks, past, new, rows, key_cache.shape[2] // g.ratio)
+    # Of whole contexts no lists are read; the kernel still needs addresses.
+    whole = how.hopper and plan.within_budget(g, key_cache.shape[2])
+    if whole:
+        counts = entries = past
+    else:
+        counts, entries = unite(g, blocks, past, new, rows, key_cache.shape[2] // g.ratio)
     out = query.new_empty((batch, steps, heads * width))
     tensors = {
         "q": query,
@@ -320,7 +325,7 @@ def attend_prefill(
     values = {"S": steps, "C": key_cache.shape[2], "batch": batch, "rows": batch * steps}
     interleaved = gate.shape[-1] == 2 * heads * width
     if how.hopper:
-        launch(plan.attend_hopper(g, rows, interleaved), tensors, values)
+        launch(plan.attend_hopper(g, rows, interleaved, whole), tensors, values)
         return out
     launch(plan.attend_tile(g, rows, how.together, interleaved), tensors, values)
     launch(plan.attend_apart(g, rows, how.apart, interleaved), tensors, values)

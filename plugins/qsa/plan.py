@@ -337,9 +337,18 @@ def fits_hopper(g: Geometry, capability: tuple[int, int]) -> bool:
     )
 
 
-def attend_hopper(g: Geometry, rows: int, interleaved_gate: bool = False) -> KernelSpec:
+def within_budget(g: Geometry, rows: int) -> bool:
+    """Whether no context of at most `rows` tokens has more whole blocks than are kept."""
+    return rows // g.ratio <= g.blocks
+
+
+def attend_hopper(
+    g: Geometry, rows: int, interleaved_gate: bool = False, whole: bool = False
+) -> KernelSpec:
     """`attend_tile` and `attend_dense` for compute capability 9.0 in one launch, without a limit.
     Grid names: S, batch.
+
+    whole: every context is `within_budget`, and nothing is read from the union's outputs.
     """
     from plugins.qsa.kernels import hopper
 
@@ -358,6 +367,7 @@ def attend_hopper(g: Geometry, rows: int, interleaved_gate: bool = False) -> Ker
             "ROWS": rows,
             **_output_constants(g, interleaved_gate),
             "PROCESSORS": PROCESSORS,
+            "WHOLE": whole,
         },
         grid=lambda v: (
             (ceil_div(v["S"] * group, 128) + ceil_div(v["S"], rows)) * g.kv_heads * v["batch"],

@@ -275,11 +275,13 @@ def _prefill() -> list[Operation]:
         ),
         _operation(
             "attend_hopper",
-            lambda a: plan.attend_hopper(_geometry(a), a["tile_rows"], bool(a["interleaved_gate"])),
+            lambda a: plan.attend_hopper(
+                _geometry(a), a["tile_rows"], bool(a["interleaved_gate"]), bool(a["whole"])
+            ),
             _attended,
             _query_sizes,
-            {"tile_rows": int, **gate},
-            {"tile_rows": 8, "interleaved_gate": 0},
+            {"tile_rows": int, **gate, "whole": int},
+            {"tile_rows": 8, "interleaved_gate": 0, "whole": 0},
         ),
     ]
 

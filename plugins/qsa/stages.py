@@ -312,8 +312,9 @@ def attend_dense(t: Tensors, a: Attributes) -> dict[str, Tensor]:
 
 
 def attend_hopper(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """Attention of all tiles."""
-    return {"out": _dense(t, a, _united(t, a))}
+    """Attention of all tiles; of `whole` contexts there is no union."""
+    none = t["gate"].new_zeros(*t["gate"].shape[:2], a["layer_heads"] * a["layer_width"])
+    return {"out": _dense(t, a, none if a["whole"] else _united(t, a))}
 
 
 DEFINITIONS: dict[str, Callable[[Tensors, Attributes], dict[str, Tensor]]] = {

@@ -372,7 +372,7 @@ def _union_program(
     queries, ring, full, empty,
     K: gl.constexpr, RATIO: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr,
     ROWS: gl.constexpr, SCALE: gl.constexpr, V_SCALE: gl.constexpr, GATE_STRIDE: gl.constexpr,
-    GATE_OFFSET: gl.constexpr,
+    GATE_OFFSET: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = HQ // HK
     HALF_ROWS: gl.constexpr = ROWS // 2
@@ -384,9 +384,13 @@ def _union_program(
     if gl.minimum(first_step + ROWS, S) > sparse:
         place = slot * tiles + tile
         list_ = entries + place.to(gl.int64) * (3 * HALF)
-        count_a = gl.load(counts + place * 3)
-        count_b = gl.load(counts + place * 3 + 1)
-        count_both = gl.load(counts + place * 3 + 2)
+        count_a = gl.to_tensor(0)
+        count_b = gl.to_tensor(0)
+        count_both = gl.to_tensor(0)
+        if not WHOLE:
+            count_a = gl.load(counts + place * 3)
+            count_b = gl.load(counts + place * 3 + 1)
+            count_both = gl.load(counts + place * 3 + 2)
         cache_at = (slot * HK + kv_head).to(gl.int64) * C * D
         gl.warp_specialize(
             [
@@ -488,12 +492,13 @@ def attend(
     out,
     K: gl.constexpr, RATIO: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr,
     ROWS: gl.constexpr, SCALE: gl.constexpr, V_SCALE: gl.constexpr, GATE_STRIDE: gl.constexpr,
-    GATE_OFFSET: gl.constexpr, PROCESSORS: gl.constexpr,
+    GATE_OFFSET: gl.constexpr, PROCESSORS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """`prefill.attend_tile` without a limit, and `dense.attend_dense`. 4 warps.
 
     Grid ((cdiv(S * HQ / HK, 128) + cdiv(S, ROWS)) * HK * B,): first the tiles of whole contexts.
-    PROCESSORS: multiprocessors of the GPU, which the order of these tiles is made for.
+    PROCESSORS: multiprocessors of the GPU, which the order of these tiles is made for. WHOLE: no
+    context exceeds the budget; counts and entries are not read.
     """
     program = gl.program_id(0)
     queries = gl.allocate_shared_memory(gl.bfloat16, [2, LINES, D], _TILE)
@@ -524,5 +529,5 @@ def attend(
             q, k_cache, v_cache, counts, entries, past, new, gate, S, C, out,
             rank // tiles // HK, rank // tiles % HK, rank % tiles, tiles,
             queries, ring, full, empty,
-            K, RATIO, HQ, HK, ROWS, SCALE, V_SCALE, GATE_STRIDE, GATE_OFFSET,
+            K, RATIO, HQ, HK, ROWS, SCALE, V_SCALE, GATE_STRIDE, GATE_OFFSET, WHOLE,
         )  # fmt: skip

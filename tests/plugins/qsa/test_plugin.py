@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from plugins.aot.compile import (
     entry_parameters,
     newest_ptx,
 )
-from plugins.qsa import kernel, plan
+from plugins.qsa import chain, kernel, plan, reference, stages
 from plugins.qsa.plan import Geometry
 from plugins.qsa.plugin import COMPILED_FOR, OPERATIONS, geometry_attributes
 from plugins.support.errors import UsageError
@@ -226,3 +227,58 @@ def test_compiled_kernels_run_through_the_driver() -> None:
     loaded.run(spec, call, {"S": 1, "NB": 500, "rows": 3})
     kept = [int((ids[row] >= 0).sum()) for row in range(3)]
     assert kept == [500, 1, 0] and ids[0, 0, :500].tolist() == list(range(500))
+
+
+@pytest.mark.parametrize(
+    ("rows", "layers"), [(2051, ["attend_hopper"]), (2052, ["unite", "attend_hopper"])]
+)
+def test_contexts_within_the_budget_need_no_union(
+    rows: int, layers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: dict[str, dict[str, Any]] = {}
+
+    def add(site: Any, name: str, tensors: Any, **attributes: Any) -> dict[str, Any]:
+        added[name] = attributes
+        return {
+            argument.name: argument.name for argument in BY_ID[f"qsa::{name}"].arguments().outputs
+        }
+
+    monkeypatch.setattr(chain, "_add", add)
+    monkeypatch.setattr(chain.layer, "target_of", lambda net: "9.0")
+    monkeypatch.setattr(plan, "fits_hopper", lambda g, capability: True)
+    # Rows behind the visible ones, for padding, do not count.
+    net = SimpleNamespace(shape=lambda tensor: (1, 2, 4096, 256))
+    calls = SimpleNamespace(net=net, context=True, rows=rows, past="past")
+    site: Any = SimpleNamespace(geometry=Geometry(), calls=calls)
+    tensor: Any = None
+    assert chain.attend(site, tensor, tensor, tensor, tensor, tensor) == "out"
+    assert list(added) == layers
+    assert added["attend_hopper"]["whole"] == (rows == 2051)
+    # The last query of the longest context is dense exactly there.
+    assert (reference.visible_blocks(torch.tensor([[rows - 1]]), 4) > 512).item() == (rows == 2052)
+
+
+def test_whole_contexts_are_the_same_without_union() -> None:
+    g = Geometry(
+        heads=4, kv_heads=2, width=8, index_heads=2, index_width=8, ratio=4, blocks=4,
+        dtype="float32", cache_dtype="float32",
+    )  # fmt: skip
+    make = torch.Generator().manual_seed(3)
+    tensors = {
+        "q": torch.randn(2, 4, 5, 8, generator=make),
+        "k_cache": torch.randn(2, 2, 40, 8, generator=make),
+        "v_cache": torch.randn(2, 2, 40, 8, generator=make),
+        "gate": torch.randn(2, 5, 32, generator=make),
+        "new": torch.tensor([5, 3], dtype=torch.int32),
+        "blocks": torch.arange(4, dtype=torch.int32).repeat(2, 5, 1),
+    }
+    attributes = {**geometry_attributes(g), "tile_rows": 2, "words": 10, "interleaved_gate": 0}
+    for past, same in ((14, True), (15, False)):
+        given = {**tensors, "past": torch.tensor([past, 0], dtype=torch.int32)}
+        united = stages.unite(given, attributes)
+        right = stages.attend_hopper({**given, **united}, {**attributes, "whole": 0})["out"]
+        unread = {"counts": given["past"], "entries": given["past"]}
+        found = stages.attend_hopper({**given, **unread}, {**attributes, "whole": 1})["out"]
+        # 19 tokens are four blocks and a tail, 20 are five: one more than is kept.
+        assert plan.within_budget(g, past + 5) == same
+        assert torch.equal(found, right) == same
