@@ -49,6 +49,8 @@ def spoil(tensors: Tensors) -> Tensors:
             kinds = torch.tensor(HOSTILE, dtype=values.dtype)
             kinds = kinds[torch.randint(len(HOSTILE), values.shape, generator=generator)]
             mask = torch.rand(values.shape, generator=generator) < 0.02
+            # Rows differ in their largest value, so matrices that share a scale do, too.
+            kinds = kinds * torch.rand(*values.shape[:-1], 1, generator=generator).to(values.dtype)
             values = torch.where(mask, kinds, values)
             values[..., 0, :16] = 0.0
             values[..., 1, 16:32] = 1e-12

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from converters.checkpoint import write
 from converters.checkpoint.convert import convert, plan_conversion
 from converters.checkpoint.export_hf import export_hf, plan_export
 from plugins.support import units
@@ -101,9 +102,17 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_gets_full(
-    verb: Write, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: Write,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ):
     """Nothing stands under the result's name, the message says what to do, and that works."""
+    # Some tasks are done before.
+    small_tasks = pytest.MonkeyPatch()
+    request.addfinalizer(small_tasks.undo)
+    small_tasks.setattr(write, "CHUNK_BYTES", 4096)
     verb(tmp_path / "whole")
     fill(monkeypatch, 200_000, code)
     with pytest.raises(InputError, match="not finished") as caught:
