@@ -403,6 +403,28 @@ def test_a5_9_two_stop_words_in_one_step(echo_server: TritonServer, stops: list[
     assert out["OUTPUT_IDS"] == list(b"abSTOP")
 
 
+def test_a5_22_responses_of_a_stream_come_in_order(echo_server: TritonServer) -> None:
+    def ask(key: str, number: int) -> tuple[int, dict[str, Any]]:
+        values = {
+            "TOKENS_BATCH": ("INT32", [1, 1, 1], [97]), "SEQUENCE_LENGTH": ("INT32", [1, 1], [1]),
+            "STREAM_STATE": ("BYTES", [1, 1], [json.dumps({"key": key, "number": number})]),
+        }  # fmt: skip
+        inputs = [
+            {"name": n, "datatype": kind, "shape": shape, "data": data}
+            for n, (kind, shape, data) in values.items()
+        ]
+        url = f"{echo_server.http_url}/v2/models/postprocessing/infer"
+        answer = requests.post(url, json={"inputs": inputs}, timeout=20)
+        return answer.status_code, answer.json()
+
+    assert [ask("in order", n)[0] for n in (0, 1, 2)] == [200, 200, 200]
+    assert ask("a gap", 0)[0] == 200
+    status, answer = ask("a gap", 2)
+    assert status == 400 and "responses of a stream came out of order" in answer["error"]
+    # What came in the wrong order is not gone on with.
+    assert ask("a gap", 1)[0] == 400
+
+
 @both
 def test_a5_12_a5_13_bad_words_reach_generation(echo_server: TritonServer, model: str) -> None:
     answer = ok(echo_server, {"text_input": "x", "bad_words": ["ab"]}, model)

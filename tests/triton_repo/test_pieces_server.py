@@ -49,8 +49,6 @@ def server(
             chat_template_kwargs={"style": "s", "enable_thinking": False},
             request_defaults=DEFAULTS,
             placeholders={"image": "<image>"},
-            # A picture of 32 x 32 is one token; by default it would be enlarged to 64.
-            mm_processor_kwargs={"images_kwargs": {"min_pixels": 1024}},
             trust_request_mm_kwargs=False,
         ),
     )
@@ -157,12 +155,14 @@ def chat(*content: Any) -> dict[str, Any]:
     return {"messages": json.dumps([{"role": "user", "content": parts}]), "max_tokens": 8}
 
 
-def picture(**options: Any) -> dict[str, Any]:
+def drawn(form: str) -> str:
     buffer = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(buffer, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    small = {"url": url} | options
-    return {"type": "image_url", "image_url": small}
+    Image.new("RGB", (32, 32)).save(buffer, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def picture(**options: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": drawn("PNG")} | options}
 
 
 @both
@@ -170,7 +170,7 @@ def test_a5_14_one_begin_token_on_every_path(
     server: TritonServer, tokenizer: Tokenizer, model: str
 ) -> None:
     thinking = {"chat_template_kwargs": '{"style": ""}'}
-    urls = [picture()["image_url"]["url"]] * 2
+    urls = [picture()["image_url"]["url"]]
     for body, begins in (
         ({"text_input": "Hello"}, 1),
         ({"text_input": "Hello", "add_special_tokens": False}, 0),
@@ -308,7 +308,7 @@ def test_a_server_that_trusts_no_options_of_requests(server: TritonServer, model
     where = "messages[0].content[1].image_url: processor options are not allowed"
     assert refused(server, chat("Hello", picture(max_pixels=99)), model).startswith(where)
     ids = ok(server, chat("Hello", picture(detail="low")), model)["ECHO_INPUT_IDS"]
-    assert ids.count(PLACEHOLDER) == 1
+    assert ids.count(PLACEHOLDER) == 64
 
 
 @both
@@ -326,8 +326,11 @@ def test_a_server_that_trusts_no_options_of_requests(server: TritonServer, model
         ("ftp://example.org/x.png", "has a scheme that is not allowed"),
         ("data:image/png;base64,!", "is not valid base64"),
         ("data:image/png;base64,AAAA", "is not a readable image"),
-        ("data:application/postscript;base64,JSFQUwo=", "is not a readable image"),
+        # Whole images, in formats whose decoders are not used.
+        (drawn("TIFF"), "is not a readable image"),
+        (drawn("EPS"), "is not a readable image"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_media_that_are_not_fetched(
     server: TritonServer, model: str, url: str, message: str
@@ -344,9 +347,11 @@ def test_media_that_are_not_fetched(
 
 
 @both
-def test_a_bomb_and_too_many_items(server: TritonServer, model: str) -> None:
+# More than the decoder itself would take, and more than this server takes.
+@pytest.mark.parametrize("size", [(20000, 20000), (8500, 8500)])
+def test_a_bomb_and_too_many_items(server: TritonServer, model: str, size: tuple[int, int]) -> None:
     bomb = io.BytesIO()
-    Image.new("1", (20000, 20000)).save(bomb, "PNG")
+    Image.new("1", size).save(bomb, "PNG")
     url = "data:image/png;base64," + base64.b64encode(bomb.getvalue()).decode()
     assert len(url) < 100_000
     one = {"type": "image_url", "image_url": url}
