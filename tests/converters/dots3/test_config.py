@@ -122,6 +122,10 @@ def test_keys_that_may_be_absent(bend: Bend, key: str) -> None:
         ({"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers = 6"),
         ({"layer_types": ["linear_attention"] * 6}, "unknown kinds ['linear_attention']"),
         ({"num_experts_per_tok": 9}, "more than n_routed_experts"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim: 7 is odd"),
+        ({"swa_qk_rope_head_dim": 7, "swa_head_dim": None}, "swa_qk_rope_head_dim: 7 is odd"),
+        ({"v_head_dim": 512}, "values are wider than keys"),
+        ({"swa_v_head_dim": 512}, "values are wider than keys"),
         ({"index_head_dim": 4}, "smaller than the 8 rotated lanes"),
         # Wrong types and misspelt keys.
         ({"sliding_window_size": "9"}, "sliding_window_size: expected an integer"),

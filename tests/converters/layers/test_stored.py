@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from converters.layers.linear import linear
 from converters.layers.stored import gathered_matrices, stored_matrix
 from plugins.support.errors import BuildError, InputError
+from plugins.trt.network import Network
 from tests.converters.layers.evaluate import evaluate
 
 G = torch.Generator().manual_seed(23)
@@ -153,3 +155,48 @@ def test_scales_that_do_not_fit_are_refused() -> None:
         _decoded(_nvfp4((6, 32), (1,)), (6, 64))
     with pytest.raises(InputError, match="no way to read"):
         _decoded({"w.weight": torch.zeros(6, 8, dtype=torch.int8)}, (6, 8))
+
+
+@pytest.mark.parametrize(
+    ("weights", "shape", "native"),
+    [
+        # FP8 blocks, stacked and plain: one layer each.
+        ({"codes": (256, 384), "blocks": (2, 3)}, (256, 384), [(128, 128)]),
+        ({"codes": (3, 256, 128), "blocks": (3, 2, 1)}, (3, 256, 128), [(1, 128, 128)]),
+        # Blocks that gate and up do not fill: codes natively, scales spread.
+        ({"codes": (288, 96), "blocks": (4, 1)}, (288, 96), [None]),
+        ({"fp4": (8, 16)}, (8, 32), [None, (1, 16)]),
+        ({"fp4": (3, 8, 16)}, (3, 8, 32), [None, (1, 1, 16)]),
+    ],
+)
+def test_codes_are_decoded_by_dequantise_layers_where_targets_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+    weights: dict[str, tuple[int, ...]],
+    shape: tuple[int, ...],
+    native: list[tuple[int, ...] | None],
+) -> None:
+    if "fp4" in weights:
+        tensors = _nvfp4(shape, (*shape[:-2], 1))
+    else:
+        tensors = {"w.weight": _codes(*weights["codes"])}
+        tensors["w.weights_scaling_factor"] = _scales(*weights["blocks"])
+    pieces = 2 if shape == (288, 96) else 1
+    calls: list[tuple[int, ...] | None] = []
+    dequantize = Network.dequantize
+
+    def noting(net: Network, *arguments: Any, **options: Any) -> Any:
+        calls.append(options.get("block_shape"))
+        return dequantize(net, *arguments, **options)
+
+    monkeypatch.setattr(Network, "dequantize", noting)
+    found = {}
+    for target, expected in (("12.0", native), ("8.0", [])):
+        calls.clear()
+        found[target] = evaluate(
+            lambda net: {"values": stored_matrix(net, "w", shape, "float32", pieces=pieces)},
+            {},
+            tensors,
+            targets=(target,),
+        )["values"]
+        assert calls == expected, target
+    assert torch.equal(found["12.0"], found["8.0"])

@@ -18,15 +18,18 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, int]]:
-    """Directory and bytes of a checkpoint: of many small matrices, or of few large ones."""
-    sizes = {"small": {}, "large": {"hidden": 2048, "expert": 1024, "experts": 4}}
+    """Directory and bytes of a checkpoint: of many small matrices, of few large ones, or of codes
+    and scales that lie expert by expert.
+    """
+    sizes = {"small": {}, "large": {"hidden": 2048, "expert": 1024, "experts": 4}, "codes": {}}
     made: dict[str, tuple[Path, int]] = {}
 
     def make(name: str) -> tuple[Path, int]:
         if name not in made:
             path = tmp_path_factory.mktemp("memory") / name
             text = synthetic.text_config(0.1, **sizes[name])
-            made[name] = path, synthetic.write(path, text, "stacked")
+            experts = "nvfp4" if name == "codes" else "stacked"
+            made[name] = path, synthetic.write(path, text, experts)
         return made[name]
 
     return make
@@ -34,7 +37,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
 
 @pytest.mark.parametrize(
     ("matrices", "algorithm", "workers"),
-    [("small", "nvfp4", 2), ("large", "nvfp4", 2), ("large", "fp8-block", 1)],
+    [
+        ("small", "nvfp4", 2),
+        ("large", "nvfp4", 1),
+        ("large", "nvfp4", 2),
+        ("large", "fp8", 2),
+        ("large", "fp8-block", 1),
+        ("codes", "", 2),
+    ],
 )
 def test_most_anonymous_memory_is_as_announced(
     checkpoint: Callable[[str], tuple[Path, int]],

@@ -98,6 +98,8 @@ def test_declared_and_stored_dtype_contradict(bend: Bend):
         ({"indexer_budget": 18}, "18 is not divisible by indexer_compress_ratio = 4"),
         ({"indexer_head_dim": 4}, "smaller than the 8 rotated dimensions"),
         ({"num_key_value_heads": 4}, "6 is not divisible by num_key_value_heads = 4"),
+        ({"linear_num_value_heads": 5}, "5 is not divisible by linear_num_key_heads = 2"),
+        ({"hc_count": 1}, "hc_count: must be at least 2 residual streams"),
         ({"num_experts_per_tok": 17}, "more than num_experts"),
         ({"output_gate_type": "tanh"}, "output_gate_type: expected sigmoid or silu"),
         ({"layer_types": ["linear_attention"] * 7}, "7 entries for num_hidden_layers = 8"),
@@ -119,6 +121,9 @@ def test_wrong_configuration(bend: Bend, changes: dict[str, Any], message: str):
     [
         ({"rope_type": "yarn"}, "rope_type: expected 'default'"),
         ({"mrope_interleaved": False}, "mrope_interleaved: expected True"),
+        ({"partial_rotary_factor": 0.1}, "rotates 3 of 32 dimensions"),
+        ({"partial_rotary_factor": 2.0}, "rotates 64 of 32 dimensions"),
+        ({"mrope_section": [4]}, "does not add up to half of the 8 rotated dimensions"),
         ({"mrope_section": [2, 2, 2]}, "does not add up to half of the 8 rotated dimensions"),
         ({"rope_scaling": 2}, "rope_scaling: unknown key"),
     ],

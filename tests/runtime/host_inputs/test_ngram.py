@@ -153,12 +153,20 @@ def test_rows_beyond_two_gigabytes_are_found(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + rows * width * 4)
         file.seek(-width * 4, 2)
         file.write(np.arange(width, dtype=np.float32).tobytes())
+    before = _anonymous_bytes()
     table = MappedTable(path, "table")
     data = np.empty((2, table.row_bytes), np.uint8)
     table.gather(np.array([0, rows - 1]), data)
     result = data.view(np.float32)
     assert not result[0].any()
     assert result[1].tolist() == list(range(width))
+    # The table stays in its file.
+    assert _anonymous_bytes() - before < 64 * 2**20
+
+
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def test_next_chunk_of_a_prompt_is_read_meanwhile(
