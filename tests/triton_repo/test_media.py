@@ -19,7 +19,7 @@ from plugins.support.errors import UsageError
 from triton_repo.frontend.chat import MediaReference
 from triton_repo.frontend.fetch import FetchLimits, _resolve, fetch
 from triton_repo.frontend.geometry import VisionGeometry
-from triton_repo.frontend.media import MediaPolicy, load_media
+from triton_repo.frontend.media import IMAGE_FORMATS, MediaPolicy, load_media
 
 LOOPBACK = FetchLimits(max_bytes=1000, connect_s=1, read_s=0.4, total_s=0.8, allow_private=True)
 
@@ -170,6 +170,15 @@ def test_one_private_address_among_public_ones(
     entries = [(socket.AF_INET, 1, 6, "", (a, 80)) for a in ("93.184.216.34", private)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: entries)
     assert "not public" in refused("http://mixed.example/x", FetchLimits())
+
+
+def test_the_limits_that_the_documentation_names() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "serving.md").read_text().split())
+    limits = FetchLimits()
+    assert (limits.total_s, limits.request_s) == (20, 60)
+    assert "an item may take 20 seconds, all items of a request a minute" in text
+    assert IMAGE_FORMATS == ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+    assert "Images are PNG, JPEG, WebP, GIF or BMP." in text
 
 
 def test_all_items_together_have_a_time_limit(web: str) -> None:
