@@ -68,10 +68,12 @@ def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Par
         except OSError as error:
             raise UsageError(f"another process is writing this {what}", where=str(path)) from error
         head = json.dumps({"fingerprint": fingerprint, "boot": _boot_id()})
-        done = _finished_tasks(lock, head)
+        done, end = _finished_tasks(lock, head)
+        # What a kill tore off would become part of the next mark; marks of other work must not
+        # outlive its files, of which a kill may leave some.
+        lock.truncate(0 if done is None else end)
         if done is None:
             _empty(work)
-            lock.truncate(0)
             lock.write(head + "\n")
             lock.flush()
         try:
@@ -95,14 +97,15 @@ def resumable_directory(path: Path, fingerprint: str, what: str) -> Iterator[Par
         work.rename(path)
 
 
-def _finished_tasks(journal: IO[str], head: str) -> set[int] | None:
-    """Tasks done under this very head line; None when the work is another one's."""
+def _finished_tasks(journal: IO[str], head: str) -> tuple[set[int] | None, int]:
+    """Tasks done under this very head line, None when the work is another one's; and where the
+    last whole line ends. The journal is ASCII.
+    """
     journal.seek(0)
-    lines = journal.read().split("\n")
-    if lines[0] != head:
-        return None
-    # The last piece has no line end: either empty or torn by the kill.
-    return {int(line) for line in lines[1:-1]}
+    text = journal.read()
+    end = text.rfind("\n") + 1
+    first, *marks = text[:end].splitlines() or [""]
+    return ({int(mark) for mark in marks} if first == head else None), end
 
 
 def _empty(work: Path) -> None:

@@ -55,8 +55,29 @@ def test_a_torn_mark_is_not_believed(tmp_path: Path):
     interrupt(target, "one", 0, 12)
     journal = tmp_path / ".out.partial" / "journal"
     journal.write_text(journal.read_text()[:-2])
+    # Nor does the piece become a part of the next mark.
+    interrupt(target, "one", 34)
     with resumable_directory(target, "one", "output") as partial:
-        assert partial.done == {0}
+        assert partial.done == {0, 34}
+
+
+def test_marks_do_not_outlive_the_files_they_speak_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Other work is killed while it clears away what it found, and the first one comes back."""
+    target = tmp_path / "out"
+    interrupt(target, "one", 0, 12)
+
+    def kill(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", kill)
+        with resumable_directory(target, "two", "output"):
+            pytest.fail("went on")
+    with resumable_directory(target, "one", "output") as partial:
+        assert partial.done == set()
+        assert not (partial.work / "data").exists()
 
 
 def test_errors_leave_nothing(tmp_path: Path):
