@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -14,6 +13,9 @@ from typing import Any
 from build_scripts import output
 from converters.checkpoint.collector import collector_paused
 from converters.checkpoint.config import QUANT_FILE
+from converters.checkpoint.header import TensorEntry
+from converters.checkpoint.header import read_header as read_source_header
+from converters.checkpoint.json_files import read_json_object
 from plugins.support.errors import InputError
 from plugins.support.units import size
 from runtime import contract
@@ -78,32 +80,28 @@ def describe(path: Path) -> Description:
         "not an artefact of the chain",
         where=str(path / contract.CONFIG_FILE),
         expected="a Hugging Face checkpoint, or the output of convert, build or repo",
-        found="keys " + ", ".join(list(raw)[:8]),
+        found="keys " + (", ".join(list(raw)[:8]) or "none"),
     )
 
 
 def _config(path: Path, name: str = contract.CONFIG_FILE) -> dict[str, Any]:
     file = path / name
-    try:
-        raw = json.loads(file.read_text())
-    except FileNotFoundError:
+    if not file.exists():
         raise InputError(
             "not an artefact of the chain",
             where=str(path),
             expected=f"{contract.CONFIG_FILE}, or a Triton model repository",
             found=", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty directory",
-        ) from None
-    except ValueError as error:
-        raise InputError("not readable JSON", where=str(file), found=str(error)) from error
-    return raw if isinstance(raw, dict) else {}
+        )
+    return read_json_object(file, "configuration")
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value)) or "none"
-    return str(value)
+    return "none" if value is None else str(value)
 
 
 def _pattern(name: str) -> str:
@@ -182,19 +180,16 @@ def _hugging_face(path: Path, raw: Mapping[str, Any]) -> Description:
     try:
         source = SourceCheckpoint.open(path)
         kind = model_type_of(source)
-        tensors = {
-            name: StoredTensor(e.dtype.name, e.shape, e.offset, e.offset + e.nbytes)
-            for name, e in source.tensors.items()
-        }
-        if kind in FAMILIES:
-            found = examine(source)
+        tensors = _stored(source.tensors)
+        found = examine(source)
     except InputError as error:
         found.errors.append(error.one_line())
         tensors = tensors or _readable(path, found.errors)
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     facts: dict[str, Any] = {
         "model_type": kind,
         "architectures": raw.get("architectures", []),
-        "family": FAMILIES[str(kind)].name if kind in FAMILIES else "not supported",
+        "family": family.name if family else "not supported",
         "files": len(list(path.glob("*.safetensors"))),
         **_tensor_facts(tensors),
         "left_out": found.left_out,
@@ -218,10 +213,19 @@ def _readable(path: Path, errors: list[str]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         try:
-            tensors |= read_header(file)
+            tensors |= _stored(read_source_header(file))
         except InputError as error:
-            errors.append(error.one_line())
+            # One file may have stopped the reading of all.
+            if error.one_line() not in errors:
+                errors.append(error.one_line())
     return tensors
+
+
+def _stored(entries: Mapping[str, TensorEntry]) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(e.dtype.name, e.shape, e.offset, e.offset + e.nbytes)
+        for name, e in entries.items()
+    }
 
 
 def _checkpoint(path: Path, raw: Mapping[str, Any]) -> Description:

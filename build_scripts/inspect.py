@@ -17,8 +17,8 @@ def command(
     """Print what is in a Hugging Face checkpoint, a checkpoint, an engine or a repository.
 
     Of a Hugging Face checkpoint: how each matrix is stored, as a conversion would decide, and as
-    findings all that would stop one, and declarations that disagree or match nothing. Reads
-    configs, headers and small samples, never a whole weight.
+    findings what would stop one before it writes, and declarations that disagree or match
+    nothing. Reads configs, headers, tokenizer files and small samples, never a whole weight.
 
     [bold]Examples[/bold]
 

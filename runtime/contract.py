@@ -320,7 +320,7 @@ def read_config(engine_dir: Path) -> EngineConfig:
         )
     try:
         raw = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InputError("not readable JSON", where=str(path), found=str(error)) from error
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:

@@ -77,21 +77,28 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise InputError("the weights file is missing", where=str(path)) from None
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise _not_safetensors(path, error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
         raise _not_safetensors(path, str(error)) from error
+    if not isinstance(header, dict):
+        raise _not_safetensors(path, f"a header that is a {type(header).__name__}")
     base = 8 + length
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        begin, end = entry["data_offsets"]
-        known = BY_SAFETENSORS.get(entry["dtype"])
-        tensors[name] = StoredTensor(
-            dtype=known.name if known else entry["dtype"],
-            shape=tuple(entry["shape"]),
-            begin=base + begin,
-            end=base + end,
-        )
+        try:
+            begin, end = entry["data_offsets"]
+            known = BY_SAFETENSORS.get(entry["dtype"])
+            tensors[name] = StoredTensor(
+                dtype=known.name if known else entry["dtype"],
+                shape=tuple(map(int, entry["shape"])),
+                begin=base + begin,
+                end=base + end,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise _not_safetensors(path, f"no proper header entry for {name!r}") from error
     ordered = dict(sorted(tensors.items(), key=lambda item: item[1].begin))
     last = max((tensor.end for tensor in ordered.values()), default=base)
     if last != size:

@@ -6,7 +6,7 @@ taken as far as it can be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from converters.checkpoint.config import Quantization
@@ -14,6 +14,7 @@ from converters.checkpoint.convert import check_declared_dtype, most_stored_dtyp
 from converters.checkpoint.match import Problem, problem_lines
 from converters.checkpoint.resolve import resolve
 from converters.checkpoint.source import SourceCheckpoint
+from converters.checkpoint.tokenizer_files import TokenizerFiles
 from converters.quantization.declared import Claims, Comparison, compare, read_claims
 from converters.quantization.summary import summarise
 from converters.registry import family_for, model_type_of
@@ -60,7 +61,8 @@ class Examination:
 def examine(source: SourceCheckpoint) -> Examination:
     """Decide how every matrix is stored, as a conversion without options does.
 
-    Reads headers and configurations only. Raises InputError for a model type without a converter.
+    Reads headers, configurations, tokenizer files and small samples. Raises InputError for a model
+    type without a converter.
     """
     family = family_for(model_type_of(source), str(source.config_file))
     result = Examination()
@@ -72,10 +74,15 @@ def examine(source: SourceCheckpoint) -> Examination:
         result.errors.append(error.one_line())
         return result
     problems: list[Problem] = []
-    try:
-        check_declared_dtype(source, dtype)
-    except InputError as error:
-        problems.append(Problem("", error))
+    checks: list[Callable[[], object]] = [
+        lambda: check_declared_dtype(source, dtype),
+        lambda: TokenizerFiles.find(source.directory, config.vocab_size),
+    ]
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            problems.append(Problem("", error))
     claims: list[Claims] | None = None
     try:
         claims = read_claims(source, plan.canonical)

@@ -129,6 +129,11 @@ class ExportPlan:
         return [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
 
     @property
+    def file_count(self) -> int:
+        """Weight files with the one of the layout's constants."""
+        return len(self.groups) + bool(self.layout.constants)
+
+    @property
     def peak_bytes(self) -> int:
         """Most memory beyond the program itself: buffers of the workers, and the plan."""
         recipes = [recipe for group in self.groups for recipe in group]
@@ -139,7 +144,7 @@ class ExportPlan:
         """What will happen, for people."""
         count = sum(len(_outputs(group)) for group in self.groups) + len(self.layout.constants)
         return [
-            f"{count} tensors ({size(self.bytes_written)}) in {len(self.groups)} files, "
+            f"{count} tensors ({size(self.bytes_written)}) in {self.file_count} files, "
             f"quantisation: {self.algorithm or 'none'}",
             memory_line(self.peak_bytes, self.workers),
             *(f"note: {note}" for note in self.notes),
@@ -227,7 +232,7 @@ def execute(plan: ExportPlan, out_dir: Path) -> ExportReport:
     count = len(index) + len(plan.layout.constants)
     seconds = time.monotonic() - start
     found = plan.algorithm, plan.notes
-    return ExportReport(out_dir, *found, count, total, len(plan.groups), seconds)
+    return ExportReport(out_dir, *found, count, total, plan.file_count, seconds)
 
 
 def _stamp(ckpt_dir: Path) -> tuple[int, int]:

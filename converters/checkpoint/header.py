@@ -16,6 +16,7 @@ from plugins.support.errors import InputError
 
 # The limit of the format's own reader.
 MAX_HEADER_BYTES = 100_000_000
+_DAMAGED = "the file is damaged or incomplete: download it again"
 Shape = tuple[int, ...]
 
 
@@ -81,7 +82,13 @@ def _read(path: Path) -> tuple[bytes, int]:
         with path.open("rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
-                raise InputError("the file is too short for safetensors", where=where)
+                raise InputError(
+                    "the file is too short for safetensors",
+                    where=where,
+                    expected="at least 8 bytes",
+                    found=f"{size} bytes",
+                    fix=_DAMAGED,
+                )
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES or length > size - 8:
                 raise InputError(
@@ -89,7 +96,7 @@ def _read(path: Path) -> tuple[bytes, int]:
                     where=where,
                     expected=f"at most {min(MAX_HEADER_BYTES, size - 8)} bytes",
                     found=f"{length} bytes",
-                    fix="the file is damaged or incomplete: download it again",
+                    fix=_DAMAGED,
                 )
             return file.read(length), size
     except OSError as error:
@@ -163,7 +170,7 @@ def _check_cover(
             where=where,
             expected=f"{start + position} bytes",
             found=f"{size} bytes",
-            fix="the file is damaged or incomplete: download it again",
+            fix=_DAMAGED,
         )
 
 

@@ -37,7 +37,10 @@ def atomic_directory(path: Path, what: str = "output directory") -> Iterator[Pat
         work.mkdir()
     except OSError as error:
         raise InputError(
-            f"the {what} cannot be created", where=str(path), found=error.strerror or str(error)
+            f"the {what} cannot be created",
+            where=str(path),
+            found=error.strerror or str(error),
+            fix="choose a place that can be written to",
         ) from error
     try:
         yield work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import torch
@@ -83,6 +84,8 @@ def test_an_unfinished_download(command: Command, tmp_path: Path) -> None:
     lines = [row["finding"] for row in done.json["tables"]["Findings"]]
     assert any("1 of 3 weight files are missing" in line and first.name in line for line in lines)
     assert any(second.name in line for line in lines)
+    # A damaged file is said once, however often it was read.
+    assert len([line for line in lines if second.name in line]) == 1
     assert 0 < done.json["tensors"] < whole
     assert "Formats" not in done.json["tables"]
     third.unlink()
@@ -101,3 +104,43 @@ def test_other_models_and_mistral_s_layout(command: Command, tmp_path: Path) -> 
     assert other["family"] == "not supported"
     assert other["tensors"] > 0
     assert "Formats" not in other["tables"]
+    assert [row["kind"] for row in other["tables"]["Findings"]] == ["error"]
+    assert "found llama" in other["tables"]["Findings"][0]["finding"]
+
+
+def test_what_a_conversion_refuses_is_a_finding(command: Command, tmp_path: Path) -> None:
+    source = write_huggingface(tmp_path / "hf")
+    whole = (source / "config.json").read_text()
+
+    def findings() -> list[str]:
+        done = command("inspect", source, "--json")
+        assert done.code == 0
+        return [row["finding"] for row in done.json["tables"].get("Findings", [])]
+
+    assert findings() == []
+    (source / "tokenizer.json").write_text("{")
+    (line,) = findings()
+    assert line.startswith("the tokenizer.json is not valid JSON")
+    refused = command("convert", source, tmp_path / "ckpt", "--json")
+    assert refused.json["error"]["what"] == "the tokenizer.json is not valid JSON"
+    (source / "tokenizer.json").unlink()
+    # A name that cannot be looked up.
+    (source / "config.json").write_text(json.dumps(json.loads(whole) | {"model_type": ["x"]}))
+    (line,) = findings()
+    assert line.startswith("no converter for this model type")
+    file = next(source.glob("*.safetensors"))
+    (source / "config.json").write_text(whole)
+    for header in (b"[]", b'{"a": 1}', b'{"a": {"dtype": [], "shape": 1, "data_offsets": 2}}'):
+        file.write_bytes(struct.pack("<Q", len(header)) + header)
+        (line,) = findings()
+        assert file.name in line
+
+
+def test_empty_facts_are_none_for_people(command: Command, tmp_path: Path) -> None:
+    shown = command("inspect", write_huggingface(tmp_path / "hf")).out
+    facts = {
+        key.strip(): value.strip()
+        for key, _, value in (line.strip("│ ").partition("│") for line in shown.splitlines())
+    }
+    assert facts["left_out"] == "none"
+    assert facts["quantization"] == "quant_algo none, kv_cache_quant_algo none, group_size none"

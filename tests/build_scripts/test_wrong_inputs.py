@@ -322,6 +322,11 @@ def test_inspect_refuses_what_is_no_artefact(command: Command, tmp_path: Path) -
     done = command("inspect", tmp_path, "--json")
     assert done.code == 3
     assert "something" in done.json["error"]["found"]
+    for text in ("[]", "{", '{"a":' * 5000 + "1" + "}" * 5000, '{"a": 1, "a": 2}'):
+        (tmp_path / "config.json").write_text(text)
+        done = command("inspect", tmp_path, "--json")
+        assert done.code == 3, text[:20]
+        assert done.json["error"]["what"].startswith("the configuration is not")
 
 
 def test_an_interrupted_build_leaves_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from plugins.support.errors import InputError
 from runtime.contract import CONFIG_FILE, check_files, read_config
+from runtime.identity import read_header
 from tests.runtime.engines import TABLE, write_engine
 
 
@@ -78,9 +80,10 @@ def test_wrong_configuration_is_named(engine_dir: Path, change: Any, expected: s
 
 
 def test_broken_json_is_named(engine_dir: Path) -> None:
-    (engine_dir / CONFIG_FILE).write_text("{")
-    with pytest.raises(InputError, match="not readable JSON"):
-        read_config(engine_dir)
+    for text in ("{", '{"a":' * 5000 + "1" + "}" * 5000):
+        (engine_dir / CONFIG_FILE).write_text(text)
+        with pytest.raises(InputError, match="not readable JSON"):
+            read_config(engine_dir)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +143,24 @@ def test_garbage_instead_of_weights_is_named(engine_dir: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
     with pytest.raises(InputError, match="not a readable safetensors file"):
         check_files(config, engine_dir)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [1]}}',
+        b'{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}',
+        b"{" * 5000,
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    ],
+)
+def test_a_header_of_another_form_is_named(header: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rank0.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(InputError, match="not a readable safetensors file"):
+        read_header(path)
