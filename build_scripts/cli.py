@@ -40,6 +40,8 @@ from plugins.support.errors import (
 # An error nobody foresaw, and Ctrl-C; the foreseen ones are in plugins.support.errors.
 EXIT_UNEXPECTED = 1
 EXIT_INTERRUPTED = 130
+# As a shell says of a program that SIGPIPE ended.
+EXIT_NO_READER = 141
 
 TRACEBACK_VARIABLE = "BUILD_ENGINE_TRACEBACK"
 
@@ -61,7 +63,8 @@ HELP = """Build TensorRT engines from Hugging Face checkpoints and serve them on
 [bold]Exit codes[/bold]
 
   0 done · 1 unexpected error · 2 usage · 3 bad input or checkpoint ·
-  4 missing hardware or library · 5 verification failed · 130 interrupted
+  4 missing hardware or library · 5 verification failed · 130 interrupted ·
+  141 nobody reads the output
 
 Every verb takes --json: one JSON object on standard output, progress on standard error.
 """
@@ -107,10 +110,13 @@ def execute(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted; nothing half written was left behind", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        # typer and rich make an exit with 1 of it.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         # The reader went away (`| head`): nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNEXPECTED
+        output.discard_stdout()
+        return EXIT_NO_READER
     except ModuleNotFoundError as error:
         package = package_of(error.name or "")
         if package is None:

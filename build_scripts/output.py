@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +33,24 @@ def emit_json(result: Mapping[str, Any]) -> None:
 
 
 def report_error(error: ToolchainError, as_json: bool) -> int:
-    """Print `error` where it belongs; returns the exit code it stands for."""
+    """Print `error` where it belongs; returns the exit code it stands for.
+
+    Where standard output takes no object, the error goes to standard error.
+    """
     if as_json:
         detail = {"kind": type(error).__name__, "what": error.what, **error.details()}
-        emit_json({"error": detail | {"exit_code": error.exit_code}})
-    else:
-        print(f"error: {error}", file=sys.stderr)
+        try:
+            emit_json({"error": detail | {"exit_code": error.exit_code}})
+            return error.exit_code
+        except OSError:
+            discard_stdout()
+    print(f"error: {error}", file=sys.stderr)
     return error.exit_code
+
+
+def discard_stdout() -> None:
+    """Let what standard output could not take vanish; Python would try again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(line: str = "") -> None:

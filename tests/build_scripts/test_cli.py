@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -225,3 +226,35 @@ def test_doctor_fails_when_a_required_package_is_broken(
         found[1] | {"state": "missing", "install": "pip install 'trtllm-toolchain[rtx]'"}
         == (found[1])
     )
+
+
+def _inspected(directory: Path, stdout: int, *options: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "build_scripts.cli", "inspect", str(directory), *options]
+    return subprocess.run(program, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_that_went_away_is_no_fault(options: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = _inspected(tmp_path, writer, *options)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.EXIT_NO_READER, "")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+@pytest.mark.parametrize("name", ["there", "nowhere"])
+def test_an_output_that_takes_nothing(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """The error of the output, or of the verb, is told on standard error."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "config.json").write_text('{"model_type": "llama"}')
+    with open("/dev/full", "wb") as full:
+        done = _inspected(tmp_path / name, full.fileno(), *options)
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: ")
+    assert ("No space left" if name == "there" else "no such directory") in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

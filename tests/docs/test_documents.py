@@ -39,7 +39,7 @@ def test_exit_codes_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "exit_codes.md").read_text()
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
     used = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
-    assert documented == used | {cli.EXIT_UNEXPECTED, cli.EXIT_INTERRUPTED}
+    assert documented == used | {cli.EXIT_UNEXPECTED, cli.EXIT_INTERRUPTED, cli.EXIT_NO_READER}
     for code in documented:
         assert str(code) in cli.HELP
 
