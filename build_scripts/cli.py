@@ -108,8 +108,7 @@ def execute(arguments: Sequence[str]) -> int:
         _trace()
         return output.report_error(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; nothing half written was left behind", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        result = EXIT_INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:
         # typer and rich make an exit with 1 of it.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
@@ -138,6 +137,9 @@ def execute(arguments: Sequence[str]) -> int:
         return output.report_error(problem, as_json)
     except Exception as error:
         return _unexpected(error, as_json)
+    if result == EXIT_INTERRUPTED:
+        # typer makes a result of Ctrl-C.
+        output.say("interrupted; no output directory is half written")
     return result if isinstance(result, int) else EXIT_OK
 
 

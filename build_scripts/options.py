@@ -10,6 +10,9 @@ import typer
 
 from plugins.support.errors import UsageError
 
+# Longest side of a tensor that TensorRT's interfaces take.
+_LARGEST = 2**31 - 1
+
 
 class Dtype(StrEnum):
     """Element type of a converted checkpoint."""
@@ -107,7 +110,10 @@ Workers = Annotated[
     ),
 ]
 MaxBatchSize = Annotated[
-    int, typer.Option("--max-batch-size", min=1, help="Sequences served at the same time.")
+    int,
+    typer.Option(
+        "--max-batch-size", min=1, max=_LARGEST, help="Sequences served at the same time."
+    ),
 ]
 MaxSeqLen = Annotated[
     int | None,
@@ -183,6 +189,7 @@ MaxNumTokens = Annotated[
     typer.Option(
         "--max-num-tokens",
         min=64,
+        max=_LARGEST,
         help="Tokens of one context call, all sequences together; bounds the engine's memory.",
     ),
 ]

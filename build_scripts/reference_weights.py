@@ -21,6 +21,7 @@ from converters.checkpoint.config import CheckpointConfig, Quantization, write_c
 from converters.checkpoint.export_hf import export_hf
 from converters.checkpoint.source import SourceCheckpoint
 from converters.quantization.restore import restored_weights
+from converters.registry import family_for, family_of, model_type_of
 from plugins.support.errors import InputError
 from runtime.contract import EngineConfig, NgramEmbedding, weights_file
 from runtime.identity import read_header
@@ -64,10 +65,11 @@ def open_reference(
 ) -> Iterator[Reference]:
     """The reference of an engine directory, for the length of a `with` block.
 
-    Raises InputError when the engine is quantised and `hf_dir` is not what it was made from: the
-    decoded weights alone would not tell.
+    Raises InputError when `hf_dir` is of another family, and when the engine is quantised and
+    `hf_dir` is not what it was made from: the decoded weights alone would not tell.
     """
     if not is_quantised(engine_dir / weights_file()):
+        _require_family(checkpoint, SourceCheckpoint.open(hf_dir))
         yield Reference(hf_dir, checkpoint.dtype, decoded=False)
         return
     found = SourceCheckpoint.open(hf_dir).identity()
@@ -96,3 +98,15 @@ def open_reference(
         write_config(plain, checkpoint.model_copy(update=decoded))
         export_hf(plain, exported)
         yield Reference(exported, "float32", decoded=True)
+
+
+def _require_family(checkpoint: CheckpointConfig, source: SourceCheckpoint) -> None:
+    found = model_type_of(source)
+    if family_for(found, str(source.config_file)) is not family_of(checkpoint):
+        raise InputError(
+            "the engine was made from another model",
+            where=f"{source.config_file}: model_type",
+            expected=checkpoint.model_type,
+            found=str(found),
+            fix="--against the directory that was converted",
+        )

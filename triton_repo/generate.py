@@ -28,7 +28,7 @@ from triton_repo.frontend.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from triton_repo.parameters import REPOSITORY_FORMAT, check_defaults
+from triton_repo.parameters import REPOSITORY_FORMAT, check_defaults, reason
 from triton_repo.tensors import (
     GENERATED,
     GENERATION_INPUTS,
@@ -99,7 +99,7 @@ def parse_options(settings: Iterable[str]) -> RepositoryOptions:
         raise UsageError(
             "unknown setting" if unknown else "the value of a setting is not valid",
             where=name,
-            expected=", ".join(known) if unknown else first["msg"],
+            expected=", ".join(known) if unknown else reason(first),
             found=None if unknown else repr(first["input"]),
         ) from None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic_core import ErrorDetails
 
 from plugins.support.errors import InputError
 from triton_repo.frontend.chat import ChatTemplate
@@ -44,6 +45,11 @@ def check_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(one, kinds) or (isinstance(one, bool) and bool not in kinds):
                 raise ValueError(f"{name} must be {field.dtype}, not {one!r}")
     return dict(defaults)
+
+
+def reason(error: ErrorDetails) -> str:
+    """What is wrong with one value, in the words of the check that refused it."""
+    return error["msg"].removeprefix("Value error, ")
 
 
 # As a parameter of a model, in JSON.
@@ -149,7 +155,7 @@ def parse_parameters(kind: type[P], model: str, values: Mapping[str, str]) -> P:
         return kind.model_validate(dict(values))
     except ValidationError as error:
         lines = [
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
+            f"{'.'.join(map(str, e['loc']))}: {reason(e)}"
             + ("" if e["type"] == "missing" else f" (found {e['input']!r})")
             for e in error.errors()
         ]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from runtime import contract
 from tests.build_scripts.conftest import Command, Done
 from tests.fixtures.qwen38_deterministic import write_deterministic
+from tests.fixtures.voxtral_deterministic import write_huggingface
 
 GATE = "model.language_model.layers.0.mlp.gate.weight"
 Tensors = dict[str, torch.Tensor]
@@ -166,6 +167,8 @@ def test_no_verb_writes_over_what_exists(
         (["--target", "eight"], 2, ["eight"]),
         (["--target", ""], 2, ["--target"]),
         (["--max-draft-len", "64", "--chunk-size", "64"], 2, ["--max-draft-len"]),
+        (["--max-batch-size", str(2**31)], 2, ["--max-batch-size", str(2**31 - 1)]),
+        (["--max-num-tokens", str(2**63)], 2, ["--max-num-tokens", str(2**31 - 1)]),
     ],
 )
 def test_build_refuses_limits_and_targets_before_it_builds(
@@ -275,6 +278,15 @@ def test_run_and_verify_refuse_a_changed_engine_directory(
     assert done.code == 3
     assert contract.program_file("generation") in done.err
     assert command("run", tmp_path / "nowhere", "--ids", "1").code == 3
+
+
+def test_verify_refuses_a_checkpoint_of_another_family(
+    command: Command, deterministic_engine: Path, tmp_path: Path
+) -> None:
+    done = command("verify", deterministic_engine, "--against", write_huggingface(tmp_path / "hf"))
+    assert done.code == 3, done.err
+    for words in ("another model", "model_type", "qwen4_exp", "voxtral"):
+        assert words in done.err
 
 
 def test_verify_names_the_keys_that_another_version_wrote(

@@ -176,7 +176,7 @@ def _swap_id(repository: Path) -> None:
 def test_defaults_that_are_none(tmp_path: Path, defaults: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_options([f"request_defaults={json.dumps(defaults)}"])
-    assert caught.value.where == "request_defaults" and message in (caught.value.expected or "")
+    assert (caught.value.where, caught.value.expected) == ("request_defaults", message)
     # A repository that somebody has edited says so when its models start.
     with pytest.raises(InputError, match=re.escape(message)):
         parse_parameters(GenerationParameters, "m", {"request_defaults": json.dumps(defaults)})
