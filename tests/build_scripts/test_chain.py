@@ -322,6 +322,7 @@ def test_quantised_weights_are_verified_as_what_they_mean(
     done = command("export-hf", checkpoint, exported, "--json")
     assert done.json["quant_algo"] == "W4A16_NVFP4"
     assert (exported / "hf_quant_config.json").is_file()
+    assert done.json["files"] == len(list(exported.glob("*.safetensors"))) == 2
 
     limits = ("--max-seq-len", 128, "--chunk-size", 64, "--target", "12.0")
     assert command("build", checkpoint, engine, *limits).code == 0
