@@ -12,6 +12,8 @@ from plugins.support.errors import UsageError
 
 # Longest side of a tensor that TensorRT's interfaces take.
 _LARGEST = 2**31 - 1
+# More threads than any machine for conversions has cores; their memory is announced per worker.
+_MOST_WORKERS = 1024
 
 
 class Dtype(StrEnum):
@@ -106,7 +108,10 @@ CalibrationOption = Annotated[
 Workers = Annotated[
     int | None,
     typer.Option(
-        "--workers", min=1, help="Tensors that are converted at a time; default: one per core."
+        "--workers",
+        min=1,
+        max=_MOST_WORKERS,
+        help="Tensors that are converted at a time; default: one per core.",
     ),
 ]
 MaxBatchSize = Annotated[
