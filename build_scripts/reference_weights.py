@@ -68,11 +68,12 @@ def open_reference(
     Raises InputError when `hf_dir` is of another family, and when the engine is quantised and
     `hf_dir` is not what it was made from: the decoded weights alone would not tell.
     """
+    source = SourceCheckpoint.open(hf_dir)
     if not is_quantised(engine_dir / weights_file()):
-        _require_family(checkpoint, SourceCheckpoint.open(hf_dir))
+        _require_family(checkpoint, source)
         yield Reference(hf_dir, checkpoint.dtype, decoded=False)
         return
-    found = SourceCheckpoint.open(hf_dir).identity()
+    found = source.identity()
     if found != checkpoint.source:
         raise InputError(
             "the engine was made from another checkpoint",

@@ -12,6 +12,8 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 HostInput = dict[str, Any]
 
+_SCALES, _GLOBAL_SCALES = ".weights_scaling_factor", ".weights_scaling_factor_2"
+
 
 @dataclass(frozen=True)
 class NegativeControl:
@@ -33,7 +35,7 @@ class NegativeControl:
 def multiplied(weights: Weights, name: str, factor: float) -> dict[str, Tensor]:
     """The change that multiplies a weight; of a quantised one the outermost scales."""
     module = name.removesuffix(".weight")
-    scales = (f"{module}.weights_scaling_factor_2", f"{module}.weights_scaling_factor")
+    scales = (f"{module}{_GLOBAL_SCALES}", f"{module}{_SCALES}")
     changed = next((scale for scale in scales if scale in weights), name)
     return {changed: weights[changed] * factor}
 
@@ -45,9 +47,6 @@ def magnitudes(x: Tensor) -> Tensor:
     if x.dtype == torch.float8_e4m3fn:
         return (x.view(torch.uint8) & 0x7F).view(x.dtype)
     return x.abs()
-
-
-_SCALES, _GLOBAL_SCALES = ".weights_scaling_factor", ".weights_scaling_factor_2"
 
 
 def storage_controls(weights: Weights) -> list[NegativeControl]:
